@@ -4,7 +4,7 @@ import random
 import threading
 import time
 
-from armillary.plans.requests import AllReduce
+from armillary.plans import AllReduce
 from side_by_side import side_by_side
 
 __all__ = ["Table", "at_a_table"]

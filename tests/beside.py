@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.exchange import row_exchanges
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group
-from armillary.plans.mesh import Mesh
-from armillary.plans.plan import Plan, model_fingerprint
+from armillary.exchanges import row_exchanges
+from armillary.plans import Choice, Group, Mesh, Plan, model_fingerprint
 from armillary.session.attach import attach
 from armillary.session.run import Run
 

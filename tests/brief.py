@@ -17,8 +17,7 @@ from armillary.measuring import links as link_timer
 from armillary.measuring import links as overlap_timer
 from armillary.measuring import measure
 from armillary.measuring import processor as index_timer
-from armillary.plans.profile import Profile
-from armillary.plans.topology import Topology
+from armillary.plans import Profile, Topology
 from armillary.profiler import probe as at_once
 from armillary.session import parallelize
 from armillary.session import plan_job as decide
@@ -46,7 +45,7 @@ _measured: dict[tuple[tuple[int, int], ...], Topology] = {}
 def measure_briefly() -> None:
     """From now on jobs of this process, and of those forked from it, are measured briefly before they plan."""
     decide.measure = parallelize.measure_links = _brief
-    decide.timed_at_once = _brief_at_once
+    decide.profile_concurrently = _brief_at_once
 
 
 def _brief(transport: Transport) -> Topology:
@@ -62,7 +61,7 @@ def _brief(transport: Transport) -> Topology:
 
 def _brief_at_once(*whose: Any) -> Profile:
     with _shorter():
-        return at_once.timed_at_once(*whose)
+        return at_once.profile_concurrently(*whose)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from armillary.plans.requests import Message, Receive, Send
+from armillary.plans import Message, Receive, Send
 from side_by_side import side_by_side
 
 

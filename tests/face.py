@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import armillary
-from armillary.plans.topology import Link
+from armillary.plans import Link
 from armillary.tables.handle import TableHandle
 from forked import Ended
 from forked import command as forked_command

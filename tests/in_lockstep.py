@@ -6,9 +6,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import RankInfo
-from armillary.plans.choice import Choice
+from armillary.exchanges import RankInfo, build_dense
+from armillary.plans import Choice
 from armillary.reference import lockstep
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.runtime.dense_unit import dense_unit

@@ -1,9 +1,7 @@
 """Models and machines for the tests of planning, written by hand."""
 
 from armillary.planning.pricing import Assumptions
-from armillary.plans.parameter import ParameterFact, RowFacts, StageFact
-from armillary.plans.profile import Profile
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Link, ParameterFact, Profile, RowFacts, StageFact, Topology
 
 # Nothing but links: no index work, memory of unlimited speed.
 LINKS_ONLY = Assumptions(optimizer_slots=0, moves_quiet_rows=False, row_seconds=0.0, memory_bytes_per_second=1e300)

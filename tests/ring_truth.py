@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.plans.requests import Message, Send
+from armillary.plans import Message, Send
 from armillary.reference.versions import Reference
-from armillary.schedules.clipping import Clip
+from armillary.schedules import Clip, Schedule
 from armillary.schedules.routes import refuse_in_ring
-from armillary.schedules.schedule import Schedule
 from armillary.stages.interpreter import Interpreter
 from staged_models import OPTIMIZERS, data, drop, squared_error, stages_of, weights
 

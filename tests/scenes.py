@@ -7,11 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from armillary.exchanges.exchange import row_exchanges
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group
-from armillary.plans.mesh import Mesh
-from armillary.plans.plan import Plan, model_fingerprint
+from armillary.exchanges import row_exchanges
+from armillary.plans import Choice, Group, Mesh, Plan, model_fingerprint
 
 V, D = 23, 4
 TABLES = ("soft", "bias", "shared.weight", "bag.weight", "emb.weight")

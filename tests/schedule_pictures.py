@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from armillary.schedules.schedule import Action, Kind, Row, Schedule, Table
+from armillary.schedules import Action, Kind, Row, Schedule
+from armillary.schedules.schedule import Table
 
 __all__ = ["parse", "read"]
 

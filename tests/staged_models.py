@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from armillary.schedules.clipping import NORMS, Clip
+from armillary.schedules import NORMS, Clip, Schedule
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.schedule import Schedule
 from armillary.stages.partition import Stage
 
 WIDTH = 5

@@ -6,14 +6,14 @@ from collections import Counter
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import armillary
 from armillary import face
-from armillary.codecs.codec import CODECS
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
-from armillary.plans.plan import SIMULTANEOUS
-from armillary.schedules.corrections.correction import CORRECTIONS
-from armillary.schedules.registry import SCHEDULES
+from armillary.codecs import CODECS
+from armillary.exchanges import dense_exchanges, row_exchanges
+from armillary.plans import SIMULTANEOUS
+from armillary.schedules import CORRECTIONS, SCHEDULES
 
 ROOT = Path(armillary.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -194,6 +194,18 @@ def test_every_room_is_on_the_map():
     assert {room_of(path) for path in FILES} <= MAY_IMPORT.keys()
 
 
+def test_no_module_hides_a_public_name():
+    """A module that is imported becomes an attribute of its room, and would stand in place of a function so called."""
+    rooms = [path for path in FILES if path.name == "__init__.py"]
+    modules = {".".join(["armillary", *path.relative_to(ROOT).with_suffix("").parts]) for path in FILES}
+    for name in modules - {"armillary.cli.__main__"}:
+        import_module(name.removesuffix(".__init__"))
+    for path in rooms:  # the package itself is one
+        room = import_module(".".join(["armillary", *path.relative_to(ROOT).parts[:-1]]))
+        for name in getattr(room, "__all__", ()):
+            assert not isinstance(getattr(room, name), ModuleType), f"{room.__name__}.{name} is a module"
+
+
 def test_only_named_files_touch_the_network():
     for path in FILES:
         me = path.relative_to(ROOT).as_posix()
@@ -224,8 +236,8 @@ LAZY = {
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
     **{f"cli/commands/{name}.py": {f"armillary.cli.{name}"} for name in COMMANDS},
 }
-# The face, what stands on a shelf, the user's workload, and files of the user's own.
-BY_NAME = {"__init__.py", "feeds/__init__.py", "plans/registry.py", "cli/names.py"}
+# The face, rooms that are read without torch, what stands on a shelf, the user's workload, and files of the user's own.
+BY_NAME = {"__init__.py", "feeds/__init__.py", "plans/__init__.py", "plans/registry.py", "cli/names.py"}
 
 
 def test_no_import_is_lazy_but_those_that_are_named():
@@ -302,9 +314,9 @@ def test_no_function_takes_more_than_seven_arguments():
 
 
 def faces_of_rooms() -> set[str]:
-    """What rooms give to users, and the public methods of it."""
+    """What rooms beside the step give to users, and the public methods of it."""
     found = set()
-    for room in MAY_IMPORT.keys() - {"armillary"}:
+    for room in MAY_IMPORT.keys() - {"armillary"} - PUBLIC_ROOMS:
         module = import_module(f"armillary.{room}")
         for name in getattr(module, "__all__", ()):
             given = getattr(module, name)
@@ -410,17 +422,13 @@ REACHES_INSIDE = {
         "transport.point_to_point",
         "transport.transport",
     },
-    "breakdown": {"plans.requests", "transport.transport"},
-    "codecs": {"codecs.codec"},
+    "breakdown": {"transport.transport"},
     "cyclic_accuracy": {
-        "exchanges.exchange",
         "models.structure",
         "reference.versions",
         "runtime.dense_unit",
-        "schedules.corrections.correction",
         "schedules.cyclic",
         "schedules.delayed_all_reduce",
-        "schedules.schedule",
         "schedules.simultaneous",
         "session.delayed_loop",
         "stages.interpreter",
@@ -432,7 +440,6 @@ REACHES_INSIDE = {
     "cyclic_memory": {
         "schedules.accumulation",
         "schedules.cyclic",
-        "schedules.schedule",
         "schedules.simultaneous",
         "stages.interpreter",
         "stages.partition",
@@ -443,7 +450,6 @@ REACHES_INSIDE = {
         "schedules.cyclic_pipeline",
         "schedules.gpipe",
         "schedules.one_f_one_b",
-        "schedules.schedule",
         "stages.interpreter",
         "stages.partition",
         "stages.train_spec",
@@ -451,7 +457,6 @@ REACHES_INSIDE = {
         "transport.transport",
     },
     "cyclic_ring": {
-        "exchanges.exchange",
         "runtime.dense_unit",
         "schedules.cyclic",
         "session.delayed_loop",
@@ -462,36 +467,33 @@ REACHES_INSIDE = {
         "transport.transport",
     },
     "cyclic_shared": {
-        "plans.requests",
         "schedules.cyclic",
         "schedules.cyclic_pipeline",
         "schedules.gpipe",
-        "schedules.schedule",
         "schedules.shared_stages",
         "stages.interpreter",
         "stages.partition",
         "stages.train_spec",
         "transport.transport",
     },
-    "edges": {"reference.edges", "reference.versions", "schedules.edges", "schedules.registry"},
-    "gossip": {"exchanges.exchange", "reference.replicas", "session.truth", "session.twin"},
+    "edges": {"reference.edges", "reference.versions"},
+    "gossip": {"reference.replicas", "session.truth", "session.twin"},
     "in_situ": {"feeds.folder"},
     "local_losses": {
         "models.untouched",
         "schedules.cyclic_pipeline",
         "schedules.local_losses",
         "schedules.one_f_one_b",
-        "schedules.schedule",
         "stages.interpreter",
         "stages.partition",
         "stages.train_spec",
         "transport.point_to_point",
         "transport.transport",
     },
-    "local_steps": {"exchanges.exchange", "reference.replicas"},
-    "lossy": {"exchanges.exchange", "reference.replicas", "session.truth", "session.twin"},
+    "local_steps": {"reference.replicas"},
+    "lossy": {"reference.replicas", "session.truth", "session.twin"},
     "mesh": {"models.untouched"},
-    "netlab": {"plans.requests", "transport.transport"},
+    "netlab": {"transport.transport"},
     "out_of_core": {
         "models.untouched",
         "residency.lanes",
@@ -505,38 +507,32 @@ REACHES_INSIDE = {
         "planning.pricing",
         "planning.request",
         "planning.simulator",
-        "plans.units",
         "session.attach",
         "session.job",
         "transport.transport",
     },
     "repurpose": {"repurpose.cut_chain", "repurpose.layer_chain", "repurpose.restructuring", "repurpose.search"},
     "start_up": {"planning.memory", "planning.pricing"},
-    "transfer": {
-        "exchanges.exchange",
-        "exchanges.look_up",
-        "exchanges.ownership",
-        "exchanges.parcel",
-        "plans.layout",
-        "plans.requests",
-        "transport.groups",
-        "transport.transport",
-    },
+    "transfer": {"exchanges.look_up", "transport.groups", "transport.transport"},
     "turns": {"transport.pairwise", "transport.transport"},
 }
 OF_A_USERS_FILE = "session.workload"  # the type of what a workload is
 
 
+PUBLIC_ROOMS = {"codecs", "exchanges", "schedules", "plans"}  # whose names a method's author imports
+
+
 def inner_modules(path: Path) -> set[str]:
-    """What a file imports of the package that is neither its face nor a workload."""
+    """What a file imports of the package that is neither its face, nor a public room, nor a workload."""
     names = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            is_room = node.module.count(".") < 2 and node.module != "armillary"
+            room = node.module.removeprefix("armillary.")
+            is_room = node.module.count(".") < 2 and node.module != "armillary" and room not in PUBLIC_ROOMS
             names |= {f"{node.module}.{alias.name}" for alias in node.names} if is_room else {node.module}
-    inner = {name.removeprefix("armillary.") for name in names if name.startswith("armillary.")}
+    inner = {name.removeprefix("armillary.") for name in names if name.startswith("armillary.")} - PUBLIC_ROOMS
     return {name for name in inner if not name.startswith("workloads") and name != OF_A_USERS_FILE}
 
 

@@ -15,10 +15,9 @@ import armillary
 import face
 from armillary.cli.main import app
 from armillary.cli.names import built_in
-from armillary.codecs.codec import CODECS
-from armillary.exchanges.exchange import DENSE, dense_exchanges, row_exchanges
-from armillary.schedules.corrections.correction import CORRECTIONS
-from armillary.schedules.registry import SCHEDULES
+from armillary.codecs import CODECS
+from armillary.exchanges import DENSE, dense_exchanges, row_exchanges
+from armillary.schedules import CORRECTIONS, SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -98,10 +98,10 @@ for arguments in {list(ANSWERED_AT_ONCE)!r}:
 def test_names_read_off_the_source_are_those_on_the_shelves():
     program = """
 from armillary.cli import names as shelves
-from armillary.codecs.codec import CODECS
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
+from armillary.codecs import CODECS
+from armillary.exchanges import dense_exchanges, row_exchanges
 from armillary.schedules.edges import REMEMBERS, SAME
-from armillary.schedules.registry import SCHEDULES
+from armillary.schedules import SCHEDULES
 print(shelves.schedules() == tuple(SCHEDULES.all()), shelves.codecs() == tuple(CODECS.all()))
 print(shelves.exchanges() == tuple(sorted({*dense_exchanges(), *row_exchanges()})))
 print(shelves.EDGES_ONLY == (REMEMBERS, SAME.name))

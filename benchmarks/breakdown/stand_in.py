@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.plans.requests import AllGather, AllToAll, Labelled, Request
+from armillary.plans import AllGather, AllToAll, Labelled, Request
 from armillary.transport.transport import Transport, Wait
 
 __all__ = ["SHORT", "carry_only"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary import Choice
-from armillary.codecs.codec import CODECS, codec_of
+from armillary.codecs import CODECS, codec_of
 from benchmarks.measuring.workloads import find
 
 __all__ = ["Coding", "Row", "gradient_of", "kinds", "measured", "ours", "torchs"]

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.schedules.corrections.correction import build_correction, stale_share
+from armillary.schedules import Schedule, build_correction, stale_share
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import chain, cut

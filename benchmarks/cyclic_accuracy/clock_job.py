@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.runtime.dense_unit import dense_unit
+from armillary.schedules import Schedule
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.schedule import Schedule
 from armillary.session.delayed_loop import OwnLoop
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage

@@ -6,9 +6,8 @@ Delayed all-reduce is not among them: its rule is v1's, weights one step old eve
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from armillary.schedules.corrections.correction import Correction, build_correction
+from armillary.schedules import Correction, Schedule, build_correction
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 
 __all__ = ["PLAIN", "WORKERS", "Costs", "Rule", "rules_of"]

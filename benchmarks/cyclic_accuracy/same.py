@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from armillary.reference.versions import Reference
+from armillary.schedules import Schedule
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
-from armillary.schedules.schedule import Schedule
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage
 from armillary.stages.train_spec import TrainSpec

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from armillary.schedules import Schedule
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.schedule import Schedule
 from armillary.schedules.simultaneous import simultaneous
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage, chain, costs, cut

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from armillary.schedules.schedule import Schedule
+from armillary.schedules import Schedule
 from benchmarks.cyclic_memory.contenders import NAMES, Contender, build
 from benchmarks.cyclic_memory.ledger import Ledger
 from benchmarks.cyclic_memory.models import Shape, loss, shapes

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.cyclic import cyclic
 from armillary.session.delayed_loop import OwnLoop

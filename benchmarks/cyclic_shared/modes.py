@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.plans.requests import AllReduce, Message
+from armillary.plans import AllReduce, Message
+from armillary.schedules import Schedule
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.schedule import Schedule
 from armillary.schedules.shared_stages import Sharing, devices_for
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage

@@ -7,8 +7,7 @@ import torch
 import armillary
 from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference
-from armillary.schedules.edges import codes_of
-from armillary.schedules.registry import options_of
+from armillary.schedules import codes_of, options_of
 from benchmarks.edges.contenders import parts_of, planned
 from benchmarks.edges.task import Sizes, held_out, loss, model_of, optimizer_of, steps_of
 

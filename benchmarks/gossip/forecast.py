@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import torch
 
 import armillary
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.truth import SeededBatch, seeded_loss
-from armillary.session.workload import Feed, stream_seed
+from armillary.session.workload import TrainBatches, stream_seed
 
 __all__ = ["Passes", "sent_by_pass", "took"]
 
@@ -27,7 +27,11 @@ def sent_by_pass(workload: Any, choice: str, workers: int, steps: int, seed: int
     names = tuple(name for name, _ in model.named_parameters())
     exchange = build_dense(named.name, **named.options)
     side = Replicas(model, lambda one: workload.optimizer(one.parameters()), workers, [SharedGroup(names, exchange)])
-    feeds, layout, found = [Feed(workload, (rank, workers), seed) for rank in range(workers)], side.layouts[0], []
+    feeds, layout, found = (
+        [TrainBatches(workload, (rank, workers), seed) for rank in range(workers)],
+        side.layouts[0],
+        [],
+    )
     for step in range(steps):
         drawn = [SeededBatch(stream_seed(seed, step, rank), next(feed)) for rank, feed in enumerate(feeds)]
         side.step(drawn, lambda net, one: seeded_loss(workload, net, one))

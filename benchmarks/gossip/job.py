@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import armillary
-from armillary.session.workload import Feed
+from armillary.session.workload import TrainBatches
 from benchmarks.gossip.timed import CONTENDERS, LIVE, LIVE_FROM, LIVE_WAY, SETTLED, WHOLE, workload
 from benchmarks.measuring.record import machine
 from benchmarks.measuring.workloads import first_batches, start
@@ -26,7 +26,7 @@ class Trainer:
         self.work = work
         self.model, self.optimizer = start(work)
         self.run = armillary.attach(plan, self.model, self.optimizer)
-        feed = Feed(work, (dist.get_rank(), dist.get_world_size()), 0)
+        feed = TrainBatches(work, (dist.get_rank(), dist.get_world_size()), 0)
         self.feed: Iterator[Any] = islice(feed, skipped, None)
 
     def steps(self, count: int) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import armillary
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.twin import Lockstep
 from armillary.workloads import images

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from armillary import local_losses
+from armillary.schedules import Schedule
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.local_losses import local_losses as local_table
 from armillary.schedules.one_f_one_b import one_f_one_b
-from armillary.schedules.schedule import Schedule
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage
 from armillary.stages.train_spec import TrainSpec, in_a_row

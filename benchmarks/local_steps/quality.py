@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import armillary
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 from benchmarks.local_steps.training import HOSTS, accuracy, adamw, batch_of, loss, made
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import armillary
-from armillary.session.workload import Feed
+from armillary.session.workload import TrainBatches
 from benchmarks.lossy.contenders import SETTLED_AFTER, Contender, built
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import TASKS
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _timed(asked: argparse.Namespace, workload: Any, decided: Any) -> dict[str, Any]:
-    feed = Feed(workload, (dist.get_rank(), dist.get_world_size()), asked.seed)
+    feed = TrainBatches(workload, (dist.get_rank(), dist.get_world_size()), asked.seed)
     before = list(islice(feed, 2 if asked.small else max(SETTLED_AFTER.values())))
     running = {name: built(name, TASKS[asked.task], workload, asked.seed, decided) for name in asked.contenders}
     for name in filter(SETTLED_AFTER.__contains__, running):
@@ -83,7 +83,7 @@ def _trained(asked: argparse.Namespace, workload: Any, decided: Any) -> dict[str
     """The metric after so many steps, and the seconds that training took until then, looks left out."""
     task = TASKS[asked.task]
     contender = built(asked.contenders[0], task, workload, asked.seed, decided)
-    feed = Feed(workload, (dist.get_rank(), dist.get_world_size()), asked.seed)
+    feed = TrainBatches(workload, (dist.get_rank(), dist.get_world_size()), asked.seed)
     batches, metric, seconds, spent = held_out(workload), list[float](), list[float](), 0.0
     for step in range(max(asked.looks) + 1):
         if step in asked.looks:

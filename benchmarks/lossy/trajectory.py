@@ -7,11 +7,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import armillary
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.truth import SeededBatch, seeded_loss
 from armillary.session.twin import Lockstep
-from armillary.session.workload import Batch, Feed, Workload, stream_seed
+from armillary.session.workload import Batch, TrainBatches, Workload, stream_seed
 from benchmarks.lossy.contenders import OURS
 from benchmarks.lossy.judged import held_out, judged
 from benchmarks.lossy.tasks import Task
@@ -52,7 +52,7 @@ def _trained(
         dense = tuple(one for one, _ in model.named_parameters() if one not in task.by_row)
         groups = [SharedGroup(dense, build_dense(choice.name, **choice.options))]
     side = Replicas(model, lambda one: workload.optimizer(one.parameters()), workers, groups, answer)
-    feeds = [Feed(workload, (worker, workers), seed) for worker in range(workers)]
+    feeds = [TrainBatches(workload, (worker, workers), seed) for worker in range(workers)]
     schedules = [LambdaLR(one, rate_at) for one in side.optimizers]
     found = list[float]()
     for step in range(max(looks) + 1):

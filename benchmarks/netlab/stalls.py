@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from armillary.plans.requests import AllReduce, AllToAll
+from armillary.plans import AllReduce, AllToAll
 from armillary.transport.transport import Transport
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.namespaces import tell

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from armillary import Plan, Run, Topology, attach
-from armillary.session.workload import Feed, Workload
+from armillary.session.workload import TrainBatches, Workload
 from benchmarks.parallax.tasks import Task
 from benchmarks.peers.sparse import PLAIN_NAMES
 
@@ -61,7 +61,7 @@ def ours(workload: Workload, task: Task, plan: Plan, topology: Topology) -> Side
 
 def _batches(workload: Workload) -> Iterator[Any]:
     """Those of this rank, epoch after epoch."""
-    return Feed(workload, (dist.get_rank(), dist.get_world_size()), SEED)
+    return TrainBatches(workload, (dist.get_rank(), dist.get_world_size()), SEED)
 
 
 def _train(workload: Workload, model: nn.Module, optimizer: Optimizer, batches: Iterator[Any]) -> float:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from armillary import Profile, Topology, plan
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.simulator import simulate
-from armillary.plans.units import seconds_text
+from armillary.plans import seconds_text
 
 __all__ = ["curve"]
 

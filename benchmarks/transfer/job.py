@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from armillary import Link, Topology
-from armillary.exchanges.exchange import RowTraffic, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges import (
+    Ownership,
+    Parcel,
+    RankInfo,
+    RowTraffic,
+    build_dense,
+    build_row,
+    dense_exchanges,
+    row_exchanges,
+)
 from armillary.exchanges.look_up import HEADER_BYTES, LookupRequest, LookupTable, look_up
-from armillary.exchanges.ownership import Ownership
-from armillary.exchanges.parcel import Parcel, RankInfo
-from armillary.plans.layout import Layout
-from armillary.plans.requests import AllReduce, AllToAll, Program, Request
+from armillary.plans import AllReduce, AllToAll, Layout, Program, Request
 from armillary.transport.groups import stop_process_group
 from armillary.transport.transport import Transport
 from benchmarks.netlab import counted_bytes

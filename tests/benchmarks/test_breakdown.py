@@ -5,8 +5,8 @@ import torch
 from benchmarks.breakdown.run import SAID, table
 from benchmarks.breakdown.stand_in import SHORT, carry_only
 
-from armillary.exchanges.parcel import RankInfo
-from armillary.plans.requests import AllGather, AllReduce, AllToAll
+from armillary.exchanges import RankInfo
+from armillary.plans import AllGather, AllReduce, AllToAll
 from armillary.transport.transport import Transport
 
 

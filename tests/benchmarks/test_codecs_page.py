@@ -7,7 +7,7 @@ import torch
 from benchmarks.codecs.measure import Coding, code_bytes, kinds, measured, ours, torchs
 from benchmarks.codecs.run import main
 
-from armillary.codecs.codec import CODECS
+from armillary.codecs import CODECS
 
 
 def test_a_small_run_writes_a_row_for_every_codec_and_for_torchs_own(tmp_path, capsys):

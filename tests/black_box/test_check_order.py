@@ -9,7 +9,7 @@ from small_models import OPTIMIZERS, chain, pair_batch, pair_loss
 from test_schedules import SEED, SHAPES, plan_of, schedule, steps_of, truth
 
 import face
-from armillary.plans.requests import summed
+from armillary.plans import summed
 from armillary.schedules.lowering import Lowering
 
 

@@ -7,12 +7,12 @@ from small_models import WIDTH, Reader, chain, made, pair_batch, pair_loss, word
 
 import armillary
 import face
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.planning.request import PlanRequest
 from armillary.reference.serial import Crossing
 from armillary.reference.versions import WorkersReference
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.schedules.registry import options_of
+from armillary.schedules import options_of
 from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from contracts.journey import of_few_tensors

@@ -10,7 +10,7 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 import face
 from armillary import Choice, Plan
 from armillary.cli.names import find, small
-from armillary.codecs.rows import RowCode, row_code
+from armillary.codecs import RowCode, row_code
 from armillary.planning.request import PlanRequest
 from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload

@@ -9,7 +9,7 @@ import armillary
 import face
 from armillary.cli.names import find, small
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from armillary.stages.reducer import Reducer

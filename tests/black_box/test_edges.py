@@ -11,7 +11,7 @@ import armillary
 import face
 from armillary.cli.request import edge_request
 from armillary.cli.verify import code_of
-from armillary.codecs.codec import codec_of
+from armillary.codecs import codec_of
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate

@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import armillary
 import face
-from armillary.session import watched
+from armillary.session import watched_steps
 
 TABLE, DECAY = "words.weight", 0.8
 STEPS = 8  # rows go early from the sixth on
@@ -245,14 +245,14 @@ def test_an_average_that_was_not_saved_begins_anew_from_what_was_loaded(crew, tm
 
 def one_line(rank, world):
     """The average is begun while the loop is watched; then rows are spread, and go early in the next loop."""
-    original = watched.make_plan
+    original = watched_steps.make_plan
 
     def waiting(*asked, **more):
         plan = original(*asked, **more)
         groups = [replace(g, prefetch="rows") if TABLE in g.parameters else g for g in plan.groups]
         return replace(plan, groups=tuple(groups))
 
-    watched.make_plan = waiting
+    watched_steps.make_plan = waiting
     try:
         model = made(Reader)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -263,7 +263,7 @@ def one_line(rank, world):
             layouts.append(run.plan.group_of(TABLE).layout)
             train_on(run, ema, steps)
     finally:
-        watched.make_plan = original
+        watched_steps.make_plan = original
     exported = ema.export()
     face.close(run)
     return layouts, exported

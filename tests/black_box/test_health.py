@@ -9,9 +9,9 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 
 import face
 from armillary import Choice
-from armillary.cli.show import ended_page
+from armillary.cli.terminal import ended_page
 from armillary.planning.request import PlanRequest
-from armillary.plans.units import page_text
+from armillary.plans import page_text
 from armillary.session.plan_job import JobRequest
 from armillary.session.train import train
 from armillary.session.train_settings import Settings

@@ -5,7 +5,7 @@ from small_models import OPTIMIZERS, made
 
 import face
 from armillary import Choice
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 
 WIDE = "threshold(sparsity=0.9, small=0)"

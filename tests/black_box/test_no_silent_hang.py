@@ -386,8 +386,8 @@ def test_waits_that_mean_nothing_are_refused_before_anything_happens(asked, comp
 def test_a_timeout_alone_is_never_refused_and_a_long_wait_is_reported_before_its_end():
     model = made(Reader)
     run = armillary.attach(plan_of(DENSE, 1), model, OPTIMIZERS["sgd"](model.parameters()), timeout=30)
-    patience = run._engine.transport.watchdog.patience
-    assert (patience.timeout, patience.report_after) == (30, 15)
+    timeouts = run._engine.transport.watchdog.timeouts
+    assert (timeouts.timeout, timeouts.report_after) == (30, 15)
     run.close()
 
 

@@ -12,7 +12,7 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 
 import armillary
 import face
-from armillary.exchanges.exchange import build_row
+from armillary.exchanges import build_row
 from armillary.measuring import row_exchanges as owner_trials
 from armillary.measuring.row_exchanges import row_seconds
 from armillary.transport.transport import Transport

@@ -11,7 +11,7 @@ from small_models import OPTIMIZERS, Reader, chain, pair_batch, pair_loss, word_
 
 import armillary
 import face
-from armillary.session.tally import Tally
+from armillary.session.traffic_meter import TrafficMeter
 
 
 def batches_of(count):
@@ -117,12 +117,12 @@ def test_metrics_of_a_step_are_the_report_s_and_the_profiler_shows_our_names(cre
 
 
 def test_the_seconds_of_a_step_in_a_report_are_the_median_so_an_evaluation_between_two_steps_does_not_show(monkeypatch):
-    tally = Tally(face.plan_for(Reader(), word_loss, batches_of(4), 2))
-    assert tally.step_seconds == 0
+    traffic_meter = TrafficMeter(face.plan_for(Reader(), word_loss, batches_of(4), 2))
+    assert traffic_meter.step_seconds == 0
     for now in (10.0, 12.0, 15.0, 95.0, 97.0):  # the fourth came late: 2, 3, 80 and 2 seconds
         monkeypatch.setattr("time.perf_counter", lambda now=now: now)
-        tally.end_step()
-    assert tally.step_seconds == 2.5 and tally.steps == 5
+        traffic_meter.end_step()
+    assert traffic_meter.step_seconds == 2.5 and traffic_meter.steps == 5
 
 
 def test_a_script_plays_its_plan_on_other_machines_and_keeps_the_trace(tmp_path):

@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 import armillary
 from armillary import Choice, Link, Topology
 from armillary.cli.main import app
-from armillary.codecs.codec import build_codec, codec
+from armillary.codecs import build_codec, registry
+from armillary.exchanges import build_dense, build_row, dense_exchange
 from armillary.exchanges.coded import coded
-from armillary.exchanges.exchange import build_dense, build_row, dense_exchange
 from armillary.reference.edges import Edges
 from armillary.reference.replicas import Replicas
 from armillary.reference.serial import Crossing, Meanings
 from armillary.reference.versions import Reference, WorkersReference
-from armillary.schedules.edges import Edge, at_eval, codes_of
-from armillary.schedules.registry import read
+from armillary.schedules import Edge, codes_of, read
+from armillary.schedules.edges import at_eval
 from contracts.journey import registered
 
 PAGE = 100
@@ -357,13 +357,13 @@ def codec_exchange(text):
     return build_dense(choice.name, **choice.options)
 
 
-def judged(model, batches, codec):
+def judged(model, batches, registry):
     """The mean held-out loss, of what decoding gives in the middle."""
     losses = []
     with torch.no_grad():
         for inputs, wanted in batches[-8:]:
             value = model[:2](inputs)
-            value = value if codec is None else codec.meaning(value.reshape(-1), None).view(value.shape)
+            value = value if registry is None else registry.meaning(value.reshape(-1), None).view(value.shape)
             losses.append(float((model[2:](value) - wanted).square().mean()))
     return sum(losses) / 8
 
@@ -421,7 +421,7 @@ def test_a_bad_code_of_an_edge_shows_a_gap():
     def turned_round():
         return good._replace(meaning=lambda values, draw: good.meaning(-values, draw))
 
-    with registered(codec(), turned_round):
+    with registered(registry(), turned_round):
         bad, fair = (staged_twin(CHAIN, f"{name}(at_eval=off)") for name in ("turned_round", "lower_precision"))
     assert bad.sides.at_steps[-1].gap > 10 * abs(fair.sides.at_steps[-1].gap) > 0
 
@@ -433,7 +433,7 @@ def test_gradients_that_come_back_are_coded_too():
     def lost():
         return good._replace(meaning=lambda values, draw: seen.append(values) or torch.zeros_like(values))
 
-    with registered(codec(), lost):
+    with registered(registry(), lost):
         found = staged_twin(CHAIN, back="lost")
     assert len(seen) == 18 and found.sides.other.losses[0][0] == found.sides.exact.losses[0][0]
     assert found.sides.other.losses[0][-1] > found.sides.exact.losses[0][-1]

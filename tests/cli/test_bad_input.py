@@ -15,8 +15,7 @@ from armillary.cli import launch as workers
 from armillary.cli.launch import Failure
 from armillary.cli.main import app
 from armillary.cli.names import built_in, find
-from armillary.plans.mesh import Mesh
-from armillary.plans.plan import Plan
+from armillary.plans import Mesh, Plan
 
 VISION = ("vision", "--small", "--workers", "1")
 LANGUAGE_MODEL = ("language_model", "--small", "--workers", "1")

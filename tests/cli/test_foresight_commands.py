@@ -9,9 +9,7 @@ from typer.testing import CliRunner
 
 from armillary.cli.main import app
 from armillary.planning.alternatives import AHEAD, CHOSEN
-from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Link, Plan, Profile, Topology
 
 SMALL = ("language_model", "--small")
 PNG = b"\x89PNG"

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import armillary
 import face
 from armillary.cli.main import app
-from armillary.cli.show import ProgressLine
+from armillary.cli.terminal import ProgressLine
 from armillary.session.events import Evaluated, Progress
 
 PAGE, TERMINAL = 100, 80
@@ -124,7 +124,7 @@ def test_a_terminal_is_kept_to_and_progress_is_one_line_of_it(here):
 
 
 def test_in_a_file_progress_is_one_line_each_time_and_the_last_comes_once(here, monkeypatch):
-    monkeypatch.setattr("armillary.cli.show.LINE_SECONDS", 0.0)  # always due
+    monkeypatch.setattr("armillary.cli.terminal.LINE_SECONDS", 0.0)  # always due
     run = told("train", "wide.py", *TRAIN, "--steps", "30", "--name", "of_a_long_name_" * 8, env={"COLUMNS": "40"})
     lines = [line for line in run.splitlines() if re.match(r"step \d+/", line)]
     assert [line for line in lines if line.startswith("step 30/30 | ")] == lines[-1:] and len(lines) >= 3

@@ -7,10 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.main import app
-from armillary.plans.plan import Plan
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Link, Plan, Topology
+from armillary.schedules import SCHEDULES, options_of
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.schedules.shared_stages import Sharing
 from face import command_in_job, machines
 from schedule_pictures import parse

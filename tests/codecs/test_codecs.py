@@ -5,10 +5,10 @@ import inspect
 import pytest
 import torch
 
-from armillary.codecs.codec import CODECS, build_codec, codec_of
+from armillary.codecs import CODECS, build_codec, codec_of
 from armillary.codecs.hadamard import rotated
 from armillary.contracts.codec import CODEC_RULES, drawn, is_read_back, is_within_its_bound, normal
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 
 CASES = [(name, options) for name, entry in CODECS.all().items() for options in entry.examples]
 

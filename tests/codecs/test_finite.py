@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from armillary.codecs.packing import all_finite
+from armillary.codecs import all_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from armillary.cli.names import find, small
-from armillary.codecs.codec import CODECS
-from armillary.exchanges.exchange import DENSE, build_dense
-from armillary.exchanges.parcel import State
+from armillary.codecs import CODECS
+from armillary.exchanges import DENSE, State, build_dense
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.parameter import ParameterFact
-from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
+from armillary.plans import Choice, ParameterFact, Plan, Profile
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.attach import attach
 from armillary.session.band import Band

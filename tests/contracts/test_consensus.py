@@ -2,8 +2,8 @@
 
 import torch
 
-from armillary.plans.choice import Choice
-from armillary.runtime.meeting import shown
+from armillary.plans import Choice
+from armillary.runtime.weight_averaging import shown
 from contracts.journey import begun, kept, one_step, truth_after, unlike
 from contracts.test_meet_every import shelf
 

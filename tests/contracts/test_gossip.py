@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import armillary
+from armillary.exchanges import build_dense
 from armillary.exchanges import gossip as shelf_file
-from armillary.exchanges.exchange import build_dense
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.session.attach import attach
 from contracts.journey import adam, batch_of, loss, net, one_step, planned, saved_and_resumed, unlike, verified
 from forked import Job

@@ -2,11 +2,9 @@
 
 import torch
 
-from armillary.codecs.codec import Codec, build_codec, codec
-from armillary.exchanges.dense import DenseExchange, Leg, exact_sum
-from armillary.exchanges.exchange import dense_exchange
-from armillary.plans.choice import Choice
-from armillary.plans.requests import AllGather
+from armillary.codecs import Codec, build_codec, registry
+from armillary.exchanges import DenseExchange, Leg, dense_exchange, exact_sum
+from armillary.plans import AllGather, Choice
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 FLOAT = 8  # bytes of a number of the tail
@@ -46,7 +44,7 @@ def coded_identity():
 
 
 def shelf():
-    return registered(dense_exchange(), coded_identity, codec(), identity)
+    return registered(dense_exchange(), coded_identity, registry(), identity)
 
 
 CHOICE = Choice("coded_identity")

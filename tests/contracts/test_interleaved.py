@@ -9,14 +9,10 @@ from typer.testing import CliRunner
 from armillary.cli.main import app
 from armillary.cli.names import find, small
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
+from armillary.schedules import SCHEDULES, Action, Clip, Schedule, pipeline_method
 from armillary.schedules.checker import Setting, flaw
-from armillary.schedules.clipping import Clip
-from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Action, Schedule
 from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from schedule_pictures import parse

@@ -5,9 +5,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_dense
-from armillary.plans.choice import Choice
-from armillary.plans.layout import Layout
+from armillary.exchanges import build_dense
+from armillary.plans import Choice, Layout
 from contracts.journey import (
     adam,
     batch_of,

@@ -2,10 +2,8 @@
 
 import torch
 
-from armillary.exchanges.dense import DenseExchange, Leg
-from armillary.exchanges.exchange import dense_exchange
-from armillary.plans.choice import Choice
-from armillary.plans.requests import AllReduce
+from armillary.exchanges import DenseExchange, Leg, dense_exchange
+from armillary.plans import AllReduce, Choice
 from contracts.journey import (
     begun,
     compared,

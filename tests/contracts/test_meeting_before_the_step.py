@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from armillary.exchanges.exchange import dense_exchange
-from armillary.plans.choice import Choice
+from armillary.exchanges import dense_exchange
+from armillary.plans import Choice
 from contracts.journey import adam, batch_of, begun, loss, net, one_step, registered, saved_and_resumed
 from contracts.test_ring_gossip import ring_gossip
 

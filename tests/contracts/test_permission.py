@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.session.attach import attach
 from contracts.journey import adam, net, planned, profile_of
 from contracts.test_meet_every import shelf as meeting

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_dense, dense_exchange
-from armillary.plans.choice import Choice
+from armillary.exchanges import build_dense, dense_exchange
+from armillary.plans import Choice
 from armillary.runtime.dense_unit import DenseUnit
 from contracts import test_identity_codec, test_meet_every, test_ring_gossip, test_top_k
 from contracts.journey import batch_of, compared, registered, sick_at_2, trained_beside

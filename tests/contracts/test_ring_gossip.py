@@ -2,10 +2,8 @@
 
 import torch
 
-from armillary.exchanges.dense import DenseExchange, Leg
-from armillary.exchanges.exchange import dense_exchange
-from armillary.plans.choice import Choice
-from armillary.plans.requests import AllToAll
+from armillary.exchanges import DenseExchange, Leg, dense_exchange
+from armillary.plans import AllToAll, Choice
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import face
 from armillary.contracts.schedule import SCHEDULE_RULES
-from armillary.plans.choice import Choice
-from armillary.schedules.registry import SCHEDULES, read
+from armillary.plans import Choice
+from armillary.schedules import SCHEDULES, read
 from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from armillary.session.workload import Script

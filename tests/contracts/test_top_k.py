@@ -4,10 +4,8 @@ import math
 
 import torch
 
-from armillary.exchanges.dense import DenseExchange, Leg
-from armillary.exchanges.exchange import dense_exchange
-from armillary.plans.choice import Choice
-from armillary.plans.requests import AllGather
+from armillary.exchanges import DenseExchange, Leg, dense_exchange
+from armillary.plans import AllGather, Choice
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
 
 FLOAT, ID = 8, 4  # bytes of a number of the tail, and of a place

@@ -12,16 +12,12 @@ from typer.testing import CliRunner
 import armillary
 from armillary.cli.main import app
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
 from armillary.reference.versions import Reference
+from armillary.schedules import SCHEDULES, Action, Clip, Schedule, pipeline_method
 from armillary.schedules.checker import Setting, flaw
-from armillary.schedules.clipping import Clip
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.in_pipeline import pipeline_method
 from armillary.schedules.lowering import Lowering
-from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.schedule import Action, Schedule
 from armillary.session.plan_job import JobRequest
 from armillary.session.verify import verify_workload
 from contracts.journey import of_few_tensors

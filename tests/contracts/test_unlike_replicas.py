@@ -8,8 +8,8 @@ from torch import nn
 
 import armillary
 from armillary.planning.planner import plan
-from armillary.plans.plan import SIMULTANEOUS
-from armillary.schedules.registry import SCHEDULES
+from armillary.plans import SIMULTANEOUS
+from armillary.schedules import SCHEDULES
 from contracts.journey import profile_of
 from planning_cases import machines
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.exchanges.parcel import Parcel, RankInfo
-from armillary.plans.layout import Layout
-from armillary.plans.topology import Link, Topology
+from armillary.exchanges import Parcel, RankInfo
+from armillary.plans import Layout, Link, Topology
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
 

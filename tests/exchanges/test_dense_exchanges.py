@@ -3,7 +3,7 @@
 import pytest
 
 from armillary.contracts.exchange import EXCHANGE_RULES, is_the_sum
-from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.exchanges import build_dense, dense_exchanges
 
 CASES = [(name, options) for name, entry in dense_exchanges().items() for options in entry.examples]
 

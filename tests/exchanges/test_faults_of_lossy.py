@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.codecs.codec import build_codec
+from armillary.codecs import build_codec
 from armillary.exchanges import coded as coded_file
 from armillary.reference.lockstep import OutOfStep
 from armillary.runtime.bucket import Bucket

@@ -5,10 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import Parcel, RankInfo
-from armillary.plans.layout import Layout
-from armillary.plans.topology import Link, Topology
+from armillary.exchanges import Parcel, RankInfo, build_dense
+from armillary.plans import Layout, Link, Topology
 from armillary.reference import lockstep
 
 LAYOUT = Layout(("a", "b", "c"), ((4, 3), (3,), (5,)), "float64", is_guarded=True)

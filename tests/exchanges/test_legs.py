@@ -5,11 +5,17 @@ from collections import Counter
 import pytest
 import torch
 
-from armillary.exchanges.exchange import RowTraffic, Staying, build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.exchanges.parcel import Parcel, RankInfo
-from armillary.plans.layout import Layout
-from armillary.plans.requests import AllGather, AllReduce, AllToAll, members
-from armillary.plans.topology import Link, Topology
+from armillary.exchanges import (
+    Parcel,
+    RankInfo,
+    RowTraffic,
+    Staying,
+    build_dense,
+    build_row,
+    dense_exchanges,
+    row_exchanges,
+)
+from armillary.plans import AllGather, AllReduce, AllToAll, Layout, Link, Topology, members
 from armillary.reference import lockstep
 
 SHAPES = [(1, 2), (2, 2), (3, 2), (4, 1)]  # nodes, workers per node

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_row
+from armillary.exchanges import RankInfo, build_row
 from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
-from armillary.exchanges.parcel import RankInfo
 from armillary.reference import lockstep
 
 NOTHING = torch.empty(0, dtype=torch.int64)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
+from armillary.exchanges import Parcel, RankInfo
 from armillary.exchanges import low_rank as low_rank_file
 from armillary.exchanges.low_rank import orthonormal
-from armillary.exchanges.parcel import Parcel, RankInfo
-from armillary.plans.layout import Layout
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Layout, Link, Topology
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
 

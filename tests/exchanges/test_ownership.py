@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.exchanges.ownership import Ownership, owners_among
+from armillary.exchanges import Ownership, owners_among
 
 
 @given(rows=st.integers(1, 200), owners=st.integers(1, 9), order=st.sampled_from(["modulo", "hashed"]))

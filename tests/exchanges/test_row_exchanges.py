@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import RowTraffic, Staying, build_row, row_exchanges
+from armillary.exchanges import RankInfo, RowTraffic, Staying, build_row, row_exchanges
 from armillary.exchanges.look_up import HEADER_BYTES, LookupRequest, LookupTable, look_up
-from armillary.exchanges.parcel import RankInfo
-from armillary.plans.requests import AllReduce, AllToAll
-from armillary.plans.topology import Link, Topology
+from armillary.plans import AllReduce, AllToAll, Link, Topology
 from armillary.reference import lockstep
 from armillary.reference.lockstep import OutOfStep
 

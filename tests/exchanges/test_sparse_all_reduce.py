@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import Parcel, RankInfo, Rows, touched_rows
-from armillary.plans.layout import Layout
+from armillary.exchanges import Parcel, RankInfo, Rows, build_dense, touched_rows
+from armillary.plans import Layout
 from armillary.reference import lockstep
 
 LAYOUT = Layout(("table", "bias", "image", "none"), ((500, 4), (), (3, 2, 2), (0, 7)), "float64")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from armillary.codecs.threshold import sparse_bytes
-from armillary.exchanges.parcel import Parcel, RankInfo
+from armillary.exchanges import Parcel, RankInfo
 from armillary.exchanges.threshold import is_due
-from armillary.plans.layout import Layout
+from armillary.plans import Layout
 from armillary.reference import lockstep
 from in_lockstep import OPTIMIZERS, built, trained
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.parcel import Parcel, RankInfo
-from armillary.plans.layout import Layout
+from armillary.exchanges import Parcel, RankInfo, build_dense, dense_exchanges
+from armillary.plans import Layout
 from armillary.reference import lockstep
 
 ALL = [(name, options) for name, entry in dense_exchanges().items() for options in entry.examples]

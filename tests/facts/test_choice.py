@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 
 NAMES = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True)
 TEXTS = st.text("ab1.-_ ,()[]=", max_size=6) | st.sampled_from(["features.1", "1.10", "None", "True", "3", "it's"])

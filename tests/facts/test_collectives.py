@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.requests import AllGather, AllReduce, AllToAll, sent_bytes
+from armillary.plans import AllGather, AllReduce, AllToAll, sent_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32])

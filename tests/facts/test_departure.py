@@ -2,7 +2,8 @@
 
 import pytest
 
-from armillary.plans.group import DEPARTURES, EXACT, checked
+from armillary.plans import DEPARTURES, EXACT
+from armillary.plans.group import checked
 
 
 def test_every_word_says_that_it_is_not_exact_and_no_word_says_that_it_is():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.mesh import Axis, Mesh
+from armillary.plans import Axis, Mesh
 
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(
     lambda sizes: Mesh(tuple(Axis(name, size) for name, size in zip(("data", "stage", "tensor"), sizes)))

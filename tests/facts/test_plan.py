@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.choice import Choice
-from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
-from armillary.plans.mesh import Axis, Mesh
-from armillary.plans.plan import Plan, model_fingerprint
+from armillary.plans import DEPARTURES, EXACT, Axis, Choice, Forecast, Group, Mesh, Plan, StagePlan, model_fingerprint
 
 EMBEDDING = Group(
     "embedding.weight", ("embedding.weight",), "row_sharded", Choice("owned_rows", {"owners": 2}), departures=("lazy",),

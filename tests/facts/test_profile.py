@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.parameter import ParameterFact, RowFacts, StageFact
-from armillary.plans.plan import model_fingerprint
-from armillary.plans.profile import Profile
-from armillary.plans.units import bytes_text, count_text, seconds_text
+from armillary.plans import (
+    ParameterFact,
+    Profile,
+    RowFacts,
+    StageFact,
+    bytes_text,
+    count_text,
+    model_fingerprint,
+    seconds_text,
+)
 
 ROWS = RowFacts(
     rows=1000,

@@ -5,8 +5,7 @@ import textwrap
 
 import pytest
 
-from armillary.plans.choice import Choice
-from armillary.plans.registry import Registry
+from armillary.plans import Choice, Registry
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def shelf(tmp_path, monkeypatch):
     (package / "shelf.py").write_text(
         textwrap.dedent(
             """
-            from armillary.plans.registry import Registry
+            from armillary.plans import Registry
 
             FRUIT = Registry("fruit", "shelf_for_a_test")
             """

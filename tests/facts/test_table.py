@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.units import WIDTH, Table, page_text, wrapped
+from armillary.plans import Table, page_text
+from armillary.plans.units import WIDTH, wrapped
 
 NAMES = st.text("abc._/ (", min_size=1, max_size=70).map(str.strip)
 NUMBERS = st.integers(0, 10**9).map(lambda number: f"{number:,}")

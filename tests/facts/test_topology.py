@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.plans.requests import members
-from armillary.plans.topology import TURN_BYTES, TURN_SECONDS, Link, Processor, RequestLink, RowRate, Topology
+from armillary.plans import TURN_BYTES, TURN_SECONDS, Link, Processor, RequestLink, RowRate, Topology, members
 
 LINK = Link(1e-4, 1e8)
 RATE = RowRate(1e-6, 1e-8, 1e-10, 0.1)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from armillary.plans.trace import Record, Trace
+from armillary.plans import Record, Trace
 
 RANKS = (
     (

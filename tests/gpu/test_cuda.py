@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.reference.serial import train_step
 from armillary.session.attach import attach
 from beside import close

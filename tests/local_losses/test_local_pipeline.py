@@ -16,11 +16,9 @@ import armillary
 from armillary import local_losses
 from armillary.cli.main import app
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.plan import Plan
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Plan, Topology
+from armillary.schedules import read
 from armillary.schedules.local_losses import local_losses as table
-from armillary.schedules.registry import read
 from armillary.session.plan_job import JobRequest, prepared
 from armillary.session.verify import verify_workload
 from armillary.workloads.vision import SMALL, workload

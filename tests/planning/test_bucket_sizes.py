@@ -9,7 +9,7 @@ from armillary.planning.planner import bucketings, plan, plan_by_rule
 from armillary.planning.pricing import SGD, Case, dense_forecast
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from planning_cases import dense, machines, model, table
 
 LARGE = 1_000_000  # elements: more than a small bucket holds

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 import armillary
 from armillary.planning.request import PlanRequest
-from armillary.plans.topology import Link, Topology
-from armillary.session.plan_job import JobRequest, Subject, decide
+from armillary.plans import Link, Topology
+from armillary.session.plan_job import JobRequest, ModelToPlan, plan_job
 
 GIB = 1 << 30
 SLOW = Link(1e-4, 1e6)  # the weights take a second, activations a hundredth
@@ -118,11 +118,11 @@ HABITS = {
 def test_a_habit_that_attach_would_refuse_keeps_such_a_schedule_from_being_taken_by_price(profile, habit):
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    subject = Subject(model, optimizer, loss, lambda workers: batches())
+    subject = ModelToPlan(model, optimizer, loss, lambda workers: batches())
     request = JobRequest(PlanRequest(steps_by_run=True), topology=topology(), profile=profile)
-    assert decide(subject, request).plan.schedule.name in ("gpipe", "one_f_one_b")
+    assert plan_job(subject, request).plan.schedule.name in ("gpipe", "one_f_one_b")
     habit(model, optimizer)
-    plan = decide(subject, request).plan
+    plan = plan_job(subject, request).plan
     assert plan.schedule.name == "simultaneous"
     said = f"no schedule that owns the loop is taken by price, as {HABITS[habit]}"
     assert any(note.startswith(said) for note in plan.notes), plan.notes

@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from armillary import Choice
-from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo, build_dense, dense_exchanges
 from armillary.measuring import processor as coding_timer
 from armillary.measuring.processor import coding_rates
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case, coding_seconds, dense_forecast
-from armillary.plans.layout import layout_of
-from armillary.plans.topology import CodingRate, Processor, RowRate, Topology
+from armillary.plans import CodingRate, Processor, RowRate, Topology, layout_of
 from armillary.reference import lockstep
 from planning_cases import dense, machines, model
 

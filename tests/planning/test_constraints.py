@@ -5,7 +5,7 @@ import pytest
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from planning_cases import dense, machines, model, table
 
 MODEL = model(

@@ -8,10 +8,7 @@ import pytest
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAM, Case
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.group import DEPARTURES, EXACT
-from armillary.plans.parameter import StageFact
-from armillary.plans.profile import Profile
+from armillary.plans import DEPARTURES, EXACT, Choice, Profile, StageFact
 from planning_cases import dense, machines, model, table
 
 MIB = 1 << 20

@@ -7,9 +7,7 @@ import torch
 
 from armillary.exchanges.all_reduce import all_reduce
 from armillary.planning.link_costs import busy
-from armillary.plans.layout import Layout
-from armillary.plans.requests import AllToAll
-from armillary.plans.topology import Link, Topology
+from armillary.plans import AllToAll, Layout, Link, Topology
 from armillary.reference import lockstep
 
 PIECE = 5  # numbers of each of the pieces that go round

@@ -3,14 +3,13 @@ name."""
 
 import pytest
 
+from armillary.exchanges import DENSE, ROW, Leg, Legs, dense_exchange, row_exchange
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.exchanges.dense import Leg, Legs
-from armillary.exchanges.exchange import DENSE, ROW, dense_exchange, row_exchange
 from armillary.exchanges.owned_rows import owned_rows
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 LINKS = machines(4, megabits=100)

@@ -6,7 +6,7 @@ from armillary.planning.constraints import parallax
 from armillary.planning.planner import plan_by_rule
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from planning_cases import dense, machines, model, table
 
 PARAMETERS = {

@@ -8,8 +8,7 @@ from armillary.planning.link_costs import Upkeep
 from armillary.planning.memory import NothingFits
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAM, SGD
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Topology
+from armillary.plans import Choice, Topology
 from planning_cases import dense, machines, model, table
 
 KIB = 1 << 10

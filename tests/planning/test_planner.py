@@ -11,9 +11,7 @@ from armillary.planning.memory import total_seconds
 from armillary.planning.planner import explain, plan, plan_by_rule
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, dense_forecast
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.plan import Plan, model_fingerprint
-from armillary.plans.topology import Topology
+from armillary.plans import Choice, Plan, Topology, model_fingerprint
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 ALPHAS = st.floats(1e-4, 1.0)

@@ -9,9 +9,8 @@ from armillary.planning.planner import plan
 from armillary.planning.prefetch import NO_TABLE, NOTE, PROSPECT, prefetching, with_announcements
 from armillary.planning.pricing import ADAM, SGD, Case
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
-from armillary.plans.plan import GRADIENTS_NO_MORE, Plan
-from armillary.plans.units import seconds_text
+from armillary.plans import Choice, Plan, seconds_text
+from armillary.plans.plan import GRADIENTS_NO_MORE
 from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 PROFILE = model(table("one", lookups=2.0, arrival=0), table("two", arrival=2), dense("head", arrival=1))

@@ -11,10 +11,7 @@ from armillary.planning.planner import plan
 from armillary.planning.prefetch import prefetching, with_announcements
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case
 from armillary.planning.simulator import activities, simulate
-from armillary.plans.choice import Choice
-from armillary.plans.parameter import StageFact
-from armillary.plans.profile import Profile
-from armillary.plans.topology import Link
+from armillary.plans import Choice, Link, Profile, StageFact
 from planning_cases import LINKS_ONLY, dense, machines, row_facts, table
 
 OWNED = (Choice("owned_rows"), Choice("owned_rows", {"owners": 1}), Choice("owned_rows", {"order": "hashed"}))

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.exchanges.exchange import build_row
+from armillary.exchanges import RankInfo, build_row
 from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
-from armillary.exchanges.parcel import RankInfo
 from armillary.planning.link_costs import Upkeep
 from armillary.planning.planner import plan
 from armillary.planning.pricing import (
@@ -19,9 +18,7 @@ from armillary.planning.pricing import (
     idle_round,
     row_forecast,
 )
-from armillary.plans.choice import Choice
-from armillary.plans.group import Forecast
-from armillary.plans.topology import Link, Processor, RowRate, UpdateRate
+from armillary.plans import Choice, Forecast, Link, Processor, RowRate, UpdateRate
 from armillary.profiler.reads import Lookups
 from armillary.profiler.reads import row_facts as count_rows
 from armillary.reference import lockstep

@@ -5,16 +5,15 @@ from dataclasses import replace
 import pytest
 
 import face
-from armillary.codecs.codec import CODECS
-from armillary.exchanges.exchange import dense_exchanges
+from armillary.codecs import CODECS
+from armillary.exchanges import dense_exchanges
 from armillary.planning.alternatives import EXACT, alternatives
 from armillary.planning.notes import WORTH_SAYING
 from armillary.planning.planner import bucketings, plan
 from armillary.planning.pricing import SGD, Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
-from armillary.plans.units import seconds_text
+from armillary.plans import Choice, seconds_text
 from planning_cases import dense, machines, model, table
 
 PROFILE = model(*(dense(f"layer{n}.weight", 600_000, n) for n in range(3)), seconds=0.01)

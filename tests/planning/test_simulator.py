@@ -11,10 +11,7 @@ from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.planning.planner import plan
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case, row_forecast
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
-from armillary.plans.parameter import StageFact
-from armillary.plans.profile import Profile
-from armillary.plans.topology import Link, Processor, RequestLink, RowRate
+from armillary.plans import Choice, Link, Processor, Profile, RequestLink, RowRate, StageFact
 from planning_cases import LINKS_ONLY, dense, machines, table
 
 MB = 1_000_000

@@ -8,9 +8,8 @@ import pytest
 from armillary.planning.planner import plan
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Processor, RowRate, Topology, UpdateRate
-from armillary.schedules.clipping import Clip
+from armillary.plans import Choice, Link, Processor, RowRate, Topology, UpdateRate
+from armillary.schedules import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.lower_zero_ring import lent_messages
 from armillary.schedules.routes import ring_messages

@@ -6,17 +6,11 @@ from dataclasses import replace
 import pytest
 
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
-from armillary.plans.mesh import Mesh
-from armillary.plans.parameter import Numbers, ParameterFact, StageFact
-from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
-from armillary.plans.units import bytes_text
+from armillary.plans import Choice, Mesh, Numbers, ParameterFact, Plan, Profile, StageFact, bytes_text
+from armillary.schedules import StageLoad, options_of, read
 from armillary.schedules.costs import held_copies, mean_copies, peak_over_workers
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.lower_zero_ring import lent_messages
-from armillary.schedules.method import StageLoad
-from armillary.schedules.registry import options_of, read
 from armillary.schedules.routes import ring_messages
 from armillary.schedules.shared_stages import Sharing
 from planning_cases import LINKS_ONLY, machines, table

@@ -5,14 +5,13 @@ w: bytes of a variable; m: equal variables, evenly placed. Ids and headers, whic
 
 import pytest
 
-from armillary.exchanges.exchange import build_dense, build_row
+from armillary.exchanges import build_dense, build_row
 from armillary.exchanges.gather_rows import COUNT_BYTES
 from armillary.exchanges.look_up import HEADER_BYTES
 from armillary.exchanges.owned_rows import ID_BYTES
 from armillary.planning.link_costs import traffic, traffic_merged
 from armillary.planning.pricing import Case, dense_forecast, row_forecast
-from armillary.plans.choice import Choice
-from armillary.plans.layout import layout_of
+from armillary.plans import Choice, layout_of
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 
 WORKERS = [2, 3, 8, 48]

@@ -7,12 +7,9 @@ import pytest
 
 from armillary.planning.planner import plan
 from armillary.planning.stage_plan import BUCKET_BYTES
-from armillary.plans.choice import Choice
-from armillary.plans.parameter import StageFact
-from armillary.plans.plan import Plan
-from armillary.plans.units import bytes_text
+from armillary.plans import Choice, Plan, StageFact, bytes_text
+from armillary.schedules import options_of
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.registry import options_of
 from armillary.schedules.routes import ring_messages
 from planning_cases import LINKS_ONLY, dense, machines, model
 from schedule_pictures import parse

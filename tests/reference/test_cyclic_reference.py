@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from armillary.reference.versions import Reference
+from armillary.schedules import NORMS, Clip
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import OPTIMIZERS, WIDTH, Careful, Twice, data, drop, same, squared_error, stages_of, weights

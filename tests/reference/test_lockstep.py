@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from armillary.plans.requests import AllGather, AllReduce, AllToAll
+from armillary.plans import AllGather, AllReduce, AllToAll
 from armillary.reference.lockstep import OutOfStep, run
 
 

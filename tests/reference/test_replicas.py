@@ -5,8 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from armillary.exchanges.dense import DenseExchange
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import DenseExchange, build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.reference.serial import train_step
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.ownership import Ownership
+from armillary.exchanges import Ownership
 from armillary.tables import meta_init as blank_table
 from armillary.tables.meta_init import BlankTable
 

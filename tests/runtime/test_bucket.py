@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.dense import exact_sum
-from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo, build_dense, exact_sum
 from armillary.runtime.bucket import Bucket, layout_beside
 from armillary.runtime.dense_unit import DenseUnit
 
@@ -87,7 +85,8 @@ def test_values_are_multiplied_by_their_part_of_the_mean_when_they_leave():
     ranks = [Bucket(parameters()) for _ in range(2)]
     for bucket, value in zip(ranks, (2.0, 6.0), strict=True):
         fill(bucket, [torch.full((2, 3), value), None, None], 1.0)
-    ranks[0].withdraw(total_of([bucket.seal(1.0, part=part) for bucket, part in zip(ranks, (0.25, 0.75), strict=True)]))
+    parcels = [bucket.seal(1.0, mean_weight=share) for bucket, share in zip(ranks, (0.25, 0.75), strict=True)]
+    ranks[0].withdraw(total_of(parcels))
     assert (ranks[0].parameters[0].grad == (1 * 2 + 3 * 6) / 4).all()
 
 
@@ -108,7 +107,7 @@ def test_what_is_not_finite_is_told_where_somebody_looks(value):
         members = parameters()
         bucket = Bucket(members, layout_beside(members, is_guarded=is_guarded))
         fill(bucket, [torch.ones(2, 3), torch.full((4,), value), None], 1.0)
-        assert bucket.seal(1.0).sick == is_guarded
+        assert bucket.seal(1.0).nonfinite == is_guarded
 
 
 def test_weights_go_in_and_what_replaces_them_comes_out():
@@ -124,7 +123,7 @@ def test_a_rank_that_does_not_count_makes_no_parameter_used():
     ranks = [Bucket(parameters()) for _ in range(2)]
     fill(ranks[0], [torch.ones(2, 3), None, None], 0.5)
     fill(ranks[1], [torch.zeros(2, 3), torch.zeros(4), None], 0.5)  # its data have run out
-    total = total_of([ranks[0].seal(0.5), ranks[1].seal(0.5, counts=False)])
+    total = total_of([ranks[0].seal(0.5), ranks[1].seal(0.5, contributes=False)])
     for bucket in ranks:
         bucket.withdraw(total)
         assert (bucket.parameters[0].grad == 0.5).all() and bucket.parameters[1].grad is None

@@ -22,8 +22,7 @@ from armillary.checkpoint.folder import (
     verify,
 )
 from armillary.checkpoint.row_file import FileLayout, RowFile
-from armillary.exchanges.exchange import build_row
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo, build_row
 from armillary.tables import reshard as row_blocks
 from armillary.tables.reshard import all_on_first, equal_spans, from_spans, to_spans
 from armillary.tables.table import RowTable

@@ -5,7 +5,7 @@ import torch
 from torch.func import functional_call
 
 from armillary.reference.versions import Reference
-from armillary.schedules.corrections.correction import build_correction
+from armillary.schedules import build_correction
 from armillary.schedules.corrections.stable_rate import rate_scale
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline

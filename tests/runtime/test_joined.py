@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.plans.requests import AllGather, AllReduce, AllToAll, Labelled
+from armillary.plans import AllGather, AllReduce, AllToAll, Labelled
 from armillary.reference import lockstep
 from armillary.transport.scopes import can_coalesce, coalesced, parted
 from armillary.transport.transport import Transport

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from armillary.transport.watchdog import LastWords
+from armillary.transport.watchdog import CrashReport
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def fail():
 
 def test_the_error_is_told_and_then_printed_as_ever(printed):
     told = []
-    words = LastWords(lambda error: told.append((error, list(printed))))
+    words = CrashReport(lambda error: told.append((error, list(printed))))
     error = fail()
     words.remove()
     assert told == [("KeyError: 'no such word'", [])] and printed == [error]
@@ -33,7 +33,7 @@ def test_the_error_is_told_and_then_printed_as_ever(printed):
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_two_either_may_be_removed_first(printed, first):
     before, told = sys.excepthook, []
-    both = [LastWords(lambda _, number=number: told.append(number)) for number in range(2)]
+    both = [CrashReport(lambda _, number=number: told.append(number)) for number in range(2)]
     both.pop(first).remove()
     fail()
     assert told == [1 - first] and len(printed) == 1
@@ -43,7 +43,7 @@ def test_of_two_either_may_be_removed_first(printed, first):
 
 def test_somebody_elses_hook_put_before_it_stays_and_it_says_nothing_more(printed):
     told = []
-    words, mine = LastWords(told.append), []
+    words, mine = CrashReport(told.append), []
     ours = sys.excepthook
     sys.excepthook = theirs = lambda *error: (mine.append(error), ours(*error))
     words.remove()
@@ -53,7 +53,7 @@ def test_somebody_elses_hook_put_before_it_stays_and_it_says_nothing_more(printe
 
 def test_a_process_forked_from_it_does_not_speak_for_it(printed):
     told = []
-    words = LastWords(told.append)
+    words = CrashReport(told.append)
     child = os.fork()
     if not child:
         fail()

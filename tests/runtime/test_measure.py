@@ -10,15 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo
 from armillary.measuring import links as link_timer
 from armillary.measuring import measure as links
 from armillary.measuring import measure as measure_file
 from armillary.measuring import processor as index_timer
 from armillary.measuring.links import QUICK, THOROUGH, request_link
 from armillary.measuring.measure import measure
-from armillary.plans.requests import AllGather, AllReduce, AllToAll, sent_bytes
-from armillary.plans.topology import Link, Topology
+from armillary.plans import AllGather, AllReduce, AllToAll, Link, Topology, sent_bytes
 from armillary.session.plan_job import open_transport
 
 LINKS = {"AllReduce": Link(1e-4, 1e8), "AllGather": Link(3e-4, 5e7), "AllToAll": Link(2e-3, 2e7)}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from armillary.reference.versions import Reference
+from armillary.schedules import NORMS, Clip
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.clipping import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo
 from armillary.measuring import links as overlap_timer
 from armillary.measuring.links import beside_seconds, hidden_share
 

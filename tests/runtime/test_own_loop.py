@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo, build_dense
 from armillary.reference.versions import Reference
 from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce

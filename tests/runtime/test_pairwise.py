@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 
-from armillary.plans.requests import AllReduce, AllToAll
-from armillary.plans.topology import TURN_BYTES
+from armillary.plans import TURN_BYTES, AllReduce, AllToAll
 from armillary.reference import lockstep
 from armillary.transport import pairwise, transport
 from armillary.transport.transport import Transport

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from armillary.plans.requests import Send
+from armillary.plans import Send
 from armillary.reference.versions import Reference
-from armillary.schedules.clipping import Clip
+from armillary.schedules import Clip
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instructions import Letter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import armillary
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.session.attach import attach
 from scenes import OPTIMIZERS, TABLES, Mixed, batch_of, loss, plan_for
 from session.test_prefetch import ahead_of

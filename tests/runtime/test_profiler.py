@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from armillary.exchanges.ownership import Ownership
-from armillary.plans.parameter import RowFacts
-from armillary.plans.profile import Profile
+from armillary.exchanges import Ownership
+from armillary.plans import Profile, RowFacts
 from armillary.profiler.profiler import profile
 
 ROWS = 21

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from armillary.plans.parameter import ParameterFact
-from armillary.plans.profile import Profile
+from armillary.plans import ParameterFact, Profile
 from armillary.profiler.profiler import profile
 
 ROWS, WIDTH = 12, 4

@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import build_dense
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo, build_dense
 from armillary.reference.versions import WorkersReference
 from armillary.runtime.dense_unit import dense_unit
+from armillary.schedules import Clip
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.clipping import Clip
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.lowering import Lowering
 from armillary.stages.interpreter import Interpreter

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from armillary.reference.versions import Reference
-from armillary.schedules.clipping import NORMS, Clip
+from armillary.schedules import NORMS, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.routes import owner_of, ring_messages

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import build_row
-from armillary.exchanges.parcel import RankInfo
+from armillary.exchanges import RankInfo, build_row
 from armillary.tables.optimizer_state import close_window, open_window, replace_parameter
 from armillary.tables.optimizer_trial import leaves_untouched_rows, steps_by_row
 from armillary.tables.table import RowTable

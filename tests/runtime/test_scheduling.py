@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from armillary.plans.requests import AllReduce, AllToAll
+from armillary.plans import AllReduce, AllToAll
 from armillary.transport.transport import Transport
 
 HERE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from armillary.plans.requests import Receive, Send
+from armillary.plans import Receive, Send
 from armillary.schedules.instructions import Letter
 from armillary.transport.point_to_point import Form, Mailbox, form_of
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Patience
+from armillary.transport.watchdog import Timeouts
 from channels import Board, ThreadChannel, in_threads
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -164,7 +164,7 @@ def test_check_order_names_both_ranks_and_both_messages(crew):
 
 
 def leave(rank, world):
-    transport = Transport(patience=Patience(None, 1.0))
+    transport = Transport(timeouts=Timeouts(None, 1.0))
     if rank == 1:
         time.sleep(1.5)
         return ""

@@ -10,12 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from armillary.models.untouched import LiveBytes
-from armillary.plans.choice import Choice
-from armillary.plans.requests import Send
+from armillary.plans import Choice, Send
 from armillary.reference.versions import Reference
-from armillary.schedules.clipping import Clip
+from armillary.schedules import Clip, read
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.registry import read
 from armillary.schedules.routes import NORM_BYTES
 from armillary.schedules.shared_stages import Sharing, devices_for, shared_messages
 from armillary.stages.interpreter import Interpreter

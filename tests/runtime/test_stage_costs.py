@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from armillary.plans.parameter import StageFact
-from armillary.plans.profile import Profile
+from armillary.plans import Profile, StageFact
 from armillary.profiler.profiler import profile
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from armillary.plans.requests import AllGather, AllReduce, AllToAll, members
+from armillary.plans import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
 from armillary.transport.order import AskedRequest, disagreement
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Patience
+from armillary.transport.watchdog import Timeouts
 from forked import forkserver
 
 WORLD, PER_NODE = 4, 2
@@ -128,7 +128,7 @@ def test_splits_are_compared_inside_their_scope():
 
 
 def speak_of_lost_peer(rank, world):
-    transport = Transport(1, patience=Patience(None, 1.0))
+    transport = Transport(1, timeouts=Timeouts(None, 1.0))
     if rank == 1:
         time.sleep(1.5)
         return ""
@@ -167,7 +167,7 @@ def restarted(rank, port, attempt, outbox):
         RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT=str(attempt),
     )  # fmt: skip
-    transport = Transport(patience=Patience(None, 20.0))
+    transport = Transport(timeouts=Timeouts(None, 20.0))
     total = transport.start(AllReduce(torch.tensor([rank + 1.0])), "sum")()
     outbox.put((attempt, rank, float(total)))
     outbox.close()
@@ -203,11 +203,11 @@ def opened_again(rank, world):
     """By turns one of them comes late, whose connections of before are closed. One has another group besides."""
     if rank:
         dist.new_group([rank], use_local_synchronization=True)
-    group, patience = dist.new_group(range(world)), Patience(report_after=10.0, timeout=15.0)
+    group, timeouts = dist.new_group(range(world)), Timeouts(report_after=10.0, timeout=15.0)
     sums = []
     for turn in range(3):
         time.sleep(0.3 * (turn % world == rank))
-        transport = Transport(process_group=group, patience=patience)
+        transport = Transport(process_group=group, timeouts=timeouts)
         sums.append(float(transport.start(AllReduce(torch.tensor([rank + 1.0])), "sum")()))
         transport.close()
     return sums

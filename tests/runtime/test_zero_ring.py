@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.versions import Reference
-from armillary.schedules.clipping import NORMS, Clip
+from armillary.schedules import NORMS, Clip
 from armillary.schedules.costs import held_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from armillary.plans.choice import Choice
-from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
+from armillary.plans import Choice
+from armillary.schedules import Clip, read
+from armillary.schedules.clipping import square_of_stage, square_of_step
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.registry import read
 from armillary.schedules.routes import (
     carrier,
     closing,

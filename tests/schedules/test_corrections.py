@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from armillary.plans.choice import Choice
-from armillary.schedules.corrections.correction import CORRECTIONS, Correction, build_correction, stale_share
+from armillary.plans import Choice
+from armillary.schedules import CORRECTIONS, Correction, build_correction, read, stale_share
 from armillary.schedules.corrections.stable_rate import rate_scale
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.registry import read
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import OPTIMIZERS
 

@@ -5,9 +5,9 @@ from itertools import combinations, product
 
 import pytest
 
+from armillary.schedules import Action, Clip, Schedule
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.checker import Setting, flaw
-from armillary.schedules.clipping import Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
@@ -17,7 +17,6 @@ from armillary.schedules.lower_zero_ring import lent_messages
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.routes import pipeline_messages, ring_messages
-from armillary.schedules.schedule import Action, Schedule
 from armillary.schedules.shared_stages import Sharing, shared_messages
 from armillary.schedules.simultaneous import simultaneous
 from staged_models import rings

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 
 from armillary.contracts.schedule import SCHEDULE_RULES
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group, StagePlan
-from armillary.plans.mesh import DATA, Mesh
-from armillary.plans.plan import SIMULTANEOUS, Plan
-from armillary.schedules.registry import SCHEDULES, options_of, owns_loop, read, tables_stay_whole
+from armillary.plans import DATA, SIMULTANEOUS, Choice, Group, Mesh, Plan, StagePlan
+from armillary.schedules import SCHEDULES, options_of, owns_loop, read
+from armillary.schedules.registry import tables_stay_whole
 
 EXAMPLES = [
     (name, example["workers"], {key: value for key, value in example.items() if key != "workers"})

@@ -4,14 +4,13 @@ import re
 
 import pytest
 
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
+from armillary.schedules import SCHEDULES, Action, Schedule, read
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
-from armillary.schedules.registry import SCHEDULES, read
-from armillary.schedules.schedule import Action, Schedule
 from schedule_pictures import parse
 
 EXAMPLES = [(name, options) for name, method in SCHEDULES.all().items() for options in method.examples]

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.schedules.clipping import Clip
+from armillary.schedules import Action, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.schedule import Action
 from armillary.schedules.shared_stages import Sharing, devices_for, shared_messages, workers_on
 
 PICTURE = """\

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from armillary import Choice, Plan, assumptions_of, plan, profile
-from armillary.cli.granted import assumed
+from armillary.cli.resolve import assumed
 from armillary.planning.memory import NothingFits
 from armillary.planning.pricing import Case, assumptions_behind
 from planning_cases import machines

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from armillary.models.structure import OUTSIDE
-from armillary.profiler.probe import timed_at_once
+from armillary.profiler.probe import profile_concurrently
 from armillary.profiler.profiler import profile
 from armillary.session.plan_job import open_transport
 
@@ -53,7 +53,7 @@ def stepped(rank, workers, seconds, failing, failing_step=0):
 
     stream = torch.get_rng_state()
     try:
-        found = timed_at_once(before, model, draw, failing_loss, transport)
+        found = profile_concurrently(before, model, draw, failing_loss, transport)
     except ValueError as error:
         return str(error)
     finally:
@@ -82,7 +82,7 @@ def held_up_by_turns(rank, workers):
     transport = open_transport()
     try:
         with patch("armillary.profiler.probe.timed_step", played):
-            return timed_at_once(before, model, lambda: batch, loss, transport)
+            return profile_concurrently(before, model, lambda: batch, loss, transport)
     finally:
         transport.close()
 
@@ -107,7 +107,7 @@ def timed_alone(rank, workers, seconds, held_up):
     transport = open_transport()
     try:
         with patch("armillary.profiler.probe.timed_step", played):
-            return timed_at_once(before, model, lambda: batch, loss, transport), len(taken)
+            return profile_concurrently(before, model, lambda: batch, loss, transport), len(taken)
     finally:
         transport.close()
 

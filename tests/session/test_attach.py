@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group
+from armillary.plans import Choice, Group
 from armillary.reference.serial import train_step
 from armillary.session import attach as attaching
 from beside import adam, close, differences, fingerprint, pair, plan_of, sgd

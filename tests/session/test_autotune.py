@@ -10,14 +10,14 @@ import torch.distributed as dist
 from armillary.cli.names import find, small
 from armillary.planning.alternatives import AHEAD
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.profiler.profiler import profile
 from armillary.session import autotune
 from armillary.session import plan_job as decide_file
-from armillary.session.double_precision import forced
-from armillary.session.plan_job import JobRequest, decide, first_batches, open_transport, subject_of
+from armillary.session.double_precision import uniform_plan
+from armillary.session.plan_job import JobRequest, first_batches, model_to_plan, open_transport, plan_job
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Patience
+from armillary.transport.watchdog import Timeouts
 from planning_cases import machines
 
 SLOWED_SECONDS = 0.1  # far more than a step takes where other work shares the machine
@@ -63,9 +63,9 @@ def counted(kind, noted=lambda one: one):
 def tried(rank, workers, slowed):
     """Two plans; in one the table of that name is a group of its own, and waits before every request."""
     task = find("language_model", small("language_model"))
-    subject, transport = subject_of(task, 0), open_transport()
+    subject, transport = model_to_plan(task, 0), open_transport()
     seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
-    plans = {name: forced(seen, Choice(name)) for name in ("gather_rows", "all_reduce")}
+    plans = {name: uniform_plan(seen, Choice(name)) for name in ("gather_rows", "all_reduce")}
     batches = first_batches(task, workers, 2, 0)[rank::workers]
     before = {name: value.clone() for name, value in subject.model.state_dict().items()}
     stream = torch.get_rng_state()
@@ -90,14 +90,14 @@ def test_the_plan_that_took_longer_is_not_carried_out(crew):
 
 def tried_in_a_group(rank, workers):
     """On connections of which the timed ones are to be the likes."""
-    subject = subject_of(find("language_model", small("language_model")), 0)
+    subject = model_to_plan(find("language_model", small("language_model")), 0)
     seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
-    plans = {"plain": forced(seen, Choice("all_reduce"))}
-    group, patience = dist.new_group(range(workers)), Patience(report_after=30.0, timeout=50.0)
-    transport = open_transport(group, patience)
+    plans = {"plain": uniform_plan(seen, Choice("all_reduce"))}
+    group, timeouts = dist.new_group(range(workers)), Timeouts(report_after=30.0, timeout=50.0)
+    transport = open_transport(group, timeouts)
 
     def likeness(one):
-        return one.open_groups.parent is group, one.watchdog.patience == patience
+        return one.open_groups.parent is group, one.watchdog.timeouts == timeouts
 
     with slower(""), counted(Transport, likeness) as found:  # one that is closed knows its group no more
         autotune.fastest(plans, subject.model, subject.optimizer, subject.loss, list(subject.draw(workers)), transport)
@@ -169,9 +169,9 @@ def test_what_is_far_behind_after_two_rounds_is_timed_no_more(monkeypatch):
 def tried_ahead(rank, workers, slowed):
     """The same plan with prefetch and without."""
     task = find("language_model", small("language_model"))
-    subject = subject_of(task, 0)
+    subject = model_to_plan(task, 0)
     seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
-    plain = forced(seen, Choice("owned_rows"))
+    plain = uniform_plan(seen, Choice("owned_rows"))
     ahead = [replace(group, prefetch="ids") if group.layout == "row_sharded" else group for group in plain.groups]
     plans = {"plain": plain, "ahead": replace(plain, groups=tuple(ahead))}
     batches = first_batches(task, workers, 2, 0)[rank::workers]
@@ -190,9 +190,9 @@ def test_prefetch_is_carried_out_only_where_it_is_faster(crew, slowed, looks_ahe
 
 
 def without_batches(rank, workers):
-    subject = subject_of(find("language_model", small("language_model")), 0)
+    subject = model_to_plan(find("language_model", small("language_model")), 0)
     seen = profile(subject.model, subject.draw(workers), subject.loss, workers=workers)
-    plans = {"plain": forced(seen, Choice("all_reduce"))}
+    plans = {"plain": uniform_plan(seen, Choice("all_reduce"))}
     few, transport = [subject.draw(workers)[0]][rank:], open_transport()
     with pytest.raises(ValueError, match="have no batch") as caught:
         autotune.fastest(plans, subject.model, subject.optimizer, subject.loss, few, transport)
@@ -206,8 +206,8 @@ def test_a_rank_without_a_batch_is_named_on_every_rank(crew):
 
 
 def decided(rank, workers, times_prefetch):
-    subject = subject_of(find("language_model", small("language_model")), 0)
-    return decide(subject, JobRequest(autotune=2, times_prefetch=times_prefetch)).plan
+    subject = model_to_plan(find("language_model", small("language_model")), 0)
+    return plan_job(subject, JobRequest(autotune=2, times_prefetch=times_prefetch)).plan
 
 
 @pytest.mark.parametrize("times_prefetch", [False, True])
@@ -220,7 +220,7 @@ def test_every_rank_decides_for_the_same_timed_plan(crew, times_prefetch):
 
 def offered(rank, workers, prefetch, times_prefetch):
     """How tables look ahead in the plans that are to be timed, over links on which much is gained by it."""
-    subject, kinds = subject_of(find("language_model", small("language_model")), 0), set()
+    subject, kinds = model_to_plan(find("language_model", small("language_model")), 0), set()
     wanted = PlanRequest({"output": "owned_rows", "embedding.weight": "owned_rows"}, prefetch=prefetch)
 
     def taking_the_first(plans, *_):
@@ -229,7 +229,7 @@ def offered(rank, workers, prefetch, times_prefetch):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decide_file, "fastest", taking_the_first)
-        decide(subject, JobRequest(wanted, topology=machines(1, workers), autotune=9, times_prefetch=times_prefetch))
+        plan_job(subject, JobRequest(wanted, topology=machines(1, workers), autotune=9, times_prefetch=times_prefetch))
     return kinds
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.plans.choice import Choice
-from armillary.plans.topology import TURN_BYTES, Link, Topology
+from armillary.plans import TURN_BYTES, Choice, Link, Topology
 from armillary.session.attach import attach, attach_over
 from armillary.session.job import TrainJob
 from armillary.transport.transport import Transport

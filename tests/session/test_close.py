@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import armillary
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from scenes import Mixed, batch_of, loss, plan_for
 
 STEPS = 3

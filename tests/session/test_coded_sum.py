@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import armillary
-from armillary.codecs.codec import build_codec
+from armillary.codecs import build_codec
+from armillary.exchanges import Parcel
 from armillary.exchanges.coded import coded
-from armillary.exchanges.parcel import Parcel
-from armillary.plans.layout import Layout
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Layout, Link, Topology
 
 IN, OUT, BATCH = 12, 5, 3
 

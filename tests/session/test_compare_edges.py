@@ -9,14 +9,12 @@ from typer.testing import CliRunner
 from armillary.cli.main import app
 from armillary.cli.names import UNEQUAL
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
+from armillary.plans import Choice, Plan, Profile
 from armillary.plans.units import WIDTH
 from armillary.session.band import Band
 from armillary.session.compare import compare_run
 from armillary.session.plan_job import JobRequest
-from armillary.session.tally import OTHER, STEP
+from armillary.session.traffic_meter import OTHER, STEP
 from armillary.session.train import train
 from armillary.session.train_settings import Settings
 from contracts.journey import of_few_tensors

@@ -13,18 +13,14 @@ from armillary.cli.names import find, small
 from armillary.models.split_loss import SplitLoss
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group, StagePlan
-from armillary.plans.mesh import Axis, Mesh
-from armillary.plans.plan import Plan, model_fingerprint
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Axis, Choice, Group, Link, Mesh, Plan, StagePlan, Topology, model_fingerprint
 from armillary.profiler.profiler import profile
 from armillary.reference.versions import Reference
+from armillary.schedules import SCHEDULES, options_of, read
 from armillary.schedules.random_streams import place_seed, seed_from_step
-from armillary.schedules.registry import SCHEDULES, options_of, read
 from armillary.session import verify_schedule as cyclic_verify
 from armillary.session.attach import attach
-from armillary.session.events import Decided, Ended, Evaluated, Resumed, Saved
+from armillary.session.events import Ended, Evaluated, PlannedJob, Resumed, Saved
 from armillary.session.plan_job import JobRequest
 from armillary.session.train import train
 from armillary.session.train_settings import Settings
@@ -624,7 +620,7 @@ def last_model(folder):
 def test_training_tells_what_it_does_learns_and_resumes_to_the_same_weights(crew, tmp_path, processes, options):
     whole = crew(processes).run(train_job, str(tmp_path / "whole"), 12, False, options)
     kinds = [type(event) for event in whole[0]]
-    assert kinds[0] is Decided and kinds[-1] is Ended and kinds.count(Saved) == 2 and Evaluated in kinds
+    assert kinds[0] is PlannedJob and kinds[-1] is Ended and kinds.count(Saved) == 2 and Evaluated in kinds
     ended = whole[0][-1]
     assert ended.steps == 12 and ended.metrics["nats_per_image"] < 1.3  # four classes: log 4 is 1.386
     measured, forecast = ended.comparison[0].measured, ended.comparison[0].forecast

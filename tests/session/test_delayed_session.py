@@ -12,8 +12,7 @@ from armillary.checkpoint.saved import REST
 from armillary.cli.names import find, small
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
 from armillary.reference.versions import Reference, WorkersReference
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce

@@ -9,10 +9,9 @@ from torch import nn
 
 import armillary
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
-from armillary.schedules.registry import SCHEDULES
+from armillary.schedules import SCHEDULES
 from armillary.session.drivers import DRIVERS, Driver, driver_of
 
 BATCH = torch.ones(2, 3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.reference.serial import keep_untouched_rows, train_step
 from armillary.session.attach import attach
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
 from owned import started
 

@@ -11,7 +11,7 @@ from armillary.prefetch.batches import Shard, leaves
 from armillary.reference.serial import train_step
 from armillary.session.parallelize import measure
 from armillary.session.plan_job import first_batches
-from armillary.session.workload import Feed, stream_seed
+from armillary.session.workload import TrainBatches, stream_seed
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -40,21 +40,21 @@ def test_shares_are_disjoint_and_complete_but_for_the_last_round():
 
 
 def test_a_feed_goes_from_epoch_to_epoch_in_new_orders():
-    assert list(islice(Feed(Counting(4), (1, 2), 0), 5)) == [1, 3, 101, 103, 201]
+    assert list(islice(TrainBatches(Counting(4), (1, 2), 0), 5)) == [1, 3, 101, 103, 201]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_feed_resumes_after_as_many_examples_on_any_number_of_workers(workers):
-    feed = Feed(Counting(40), (0, 2), 0)
+    feed = TrainBatches(Counting(40), (0, 2), 0)
     for _ in range(26):  # one epoch of 20 and 6 more: 12 examples of both workers
         next(feed)
-    rest = [next(Feed.resume(Counting(40), (worker, workers), 0, feed.state())) for worker in range(workers)]
+    rest = [next(TrainBatches.resume(Counting(40), (worker, workers), 0, feed.state())) for worker in range(workers)]
     assert rest == [112 + worker for worker in range(workers)]
 
 
 def test_a_worker_without_data_is_an_error_and_not_an_endless_loop():
     with pytest.raises(ValueError, match="rank 3: counting has no training batch for worker 3 of 4"):
-        next(Feed(Counting(2), (3, 4), 0))
+        next(TrainBatches(Counting(2), (3, 4), 0))
 
 
 def test_a_worker_without_data_is_named_before_anything_is_planned():

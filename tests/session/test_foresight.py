@@ -15,17 +15,13 @@ from armillary.planning.clock import chrome_trace
 from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD, Case
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
-from armillary.plans.group import Forecast
-from armillary.plans.topology import Topology
-from armillary.plans.trace import Record, Trace
-from armillary.plans.units import page_text
+from armillary.plans import Choice, Forecast, Record, Topology, Trace, page_text
 from armillary.session.attach import attach
 from armillary.session.band import Band
 from armillary.session.compare import compare_run
 from armillary.session.plot_scaling import plot_scaling
 from armillary.session.simulate import powers_of_two, scaling
-from armillary.session.tally import OTHER
+from armillary.session.traffic_meter import OTHER
 from planning_cases import dense, machines, model, table
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
@@ -116,7 +112,7 @@ def asked_in_a_step(rank, world, made):
     for step in (0, 1):
         run.step([batch_of(rank, step)])
     run.report()
-    records = sorted(run._engine.tally.records, key=lambda record: record.start_seconds)
+    records = sorted(run._engine.traffic_meter.records, key=lambda record: record.start_seconds)
     run.close()
     return [record.group for record in records if record.step == 1]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.session.train_settings import ask_anew, group_options
+from armillary.session.train_settings import apply_new_options, group_options
 
 
 def made(**options):
@@ -19,7 +19,7 @@ def test_what_is_asked_as_before_stays_as_it_was_loaded():
     begun = group_options(optimizer)
     optimizer.step()
     scheduler.step()
-    assert ask_anew(optimizer, begun, group_options(made()[0])) == ""
+    assert apply_new_options(optimizer, begun, group_options(made()[0])) == ""
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.5]
 
 
@@ -28,7 +28,7 @@ def test_a_rate_that_is_asked_anew_is_where_a_scheduler_would_have_brought_it_an
     begun, asked = group_options(optimizer), group_options(wanted)
     for one in (optimizer, scheduler, wanted, along):
         one.step()
-    said = ask_anew(optimizer, begun, asked)
+    said = apply_new_options(optimizer, begun, asked)
     assert said == (
         "lr is 0.01 as asked now, no longer 0.05, weight_decay is 0.01 as asked now, no longer 0, "
         "initial_lr is 0.02 as asked now, no longer 0.1"

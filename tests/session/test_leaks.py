@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.exchanges.exchange import build_dense
-from armillary.models.post_accumulate_hook import when_final
-from armillary.plans.choice import Choice
+from armillary.exchanges import build_dense
+from armillary.models.post_accumulate_hook import on_grad_accumulated
+from armillary.plans import Choice
 from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.cyclic import cyclic
 from armillary.session.attach import attach
@@ -175,7 +175,7 @@ def test_a_gradient_that_nobody_exchanges_any_more_is_an_error():
     def told(owner, leaf):
         owner.seen = getattr(owner, "seen", 0) + 1
 
-    when_final(weight, owner, told, "head.weight")
+    on_grad_accumulated(weight, owner, told, "head.weight")
     weight.sum().backward()
     assert owner.seen == 1
     del owner
@@ -184,7 +184,7 @@ def test_a_gradient_that_nobody_exchanges_any_more_is_an_error():
 
 
 def test_a_hook_that_holds_what_holds_its_tensor_is_never_freed():
-    """Why `when_final` is there; if this fails, torch has learned to see such circles."""
+    """Why `on_grad_accumulated` is there; if this fails, torch has learned to see such circles."""
 
     def circle(hook_on):
         owner = Owner()
@@ -195,7 +195,7 @@ def test_a_hook_that_holds_what_holds_its_tensor_is_never_freed():
     def holding(tensor, owner, told):
         tensor.register_post_accumulate_grad_hook(lambda leaf: told(owner, leaf))
 
-    kept, freed = circle(holding), circle(when_final)
+    kept, freed = circle(holding), circle(on_grad_accumulated)
     gc.collect()
     assert kept() is not None
     assert freed() is None

@@ -9,7 +9,7 @@ import torch
 from armillary.cli.names import find, small
 from armillary.session.attach import attach
 from armillary.session.double_precision import InDouble
-from armillary.session.plan_job import JobRequest, Subject, decide
+from armillary.session.plan_job import JobRequest, ModelToPlan, plan_job
 
 STEPS, SHARES = 6, 4
 
@@ -22,7 +22,7 @@ def curve(rank, workers):
     optimizer = task.optimizer(model.parameters())
     seen = [list(islice(task.batches("train", share, SHARES, 0), STEPS)) for share in range(SHARES)]
     few = [batch for step in zip(*seen, strict=True) for batch in step][: 2 * SHARES]
-    plan = decide(Subject(model, optimizer, task.loss, lambda _: few), JobRequest()).plan
+    plan = plan_job(ModelToPlan(model, optimizer, task.loss, lambda _: few), JobRequest()).plan
     run = attach(plan, model, optimizer)
     mine = range(rank * SHARES // workers, (rank + 1) * SHARES // workers)
     losses = []

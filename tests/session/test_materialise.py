@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group
-from armillary.plans.mesh import Mesh
-from armillary.plans.plan import Plan, model_fingerprint
+from armillary.plans import Choice, Group, Mesh, Plan, model_fingerprint
 from armillary.reference.serial import train_step
 from armillary.session.attach import attach
 from armillary.tables import meta_init as blank_table

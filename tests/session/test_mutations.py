@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from armillary.contracts.exchange import sends_what_it_says
-from armillary.exchanges import exchange, gather_rows, owned_rows, owned_rows_by_node
-from armillary.exchanges.ownership import Ownership
+from armillary.exchanges import Ownership, exchange, gather_rows, owned_rows, owned_rows_by_node
 from armillary.reference import lockstep
 from armillary.runtime import executor
 from armillary.runtime.bucket import Bucket
@@ -103,7 +102,7 @@ def norm_of_this_rank_only(patch, rank):
 
 
 def a_rank_without_data_counts(patch, rank):
-    patch.setattr(Executor, "stand_by", lambda self, is_phantom: None)
+    patch.setattr(Executor, "set_exhausted", lambda self, is_exhausted: None)
 
 
 def untouched_rows_left_alone(patch, rank):

@@ -8,8 +8,7 @@ import torch
 
 import armillary
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
 from small_words import batch_of, loss, model_of, optimizer_of
 

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import torch
 
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.session.attach import attach
 from scenes import Mixed, batch_of, loss, plan_for
 from session.test_prefetch import STEPS, ahead_of, batches_of, plain_step

@@ -12,11 +12,10 @@ from torch.nn import functional
 import armillary
 import face
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
-from armillary.plans.topology import Link, Topology
+from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
 from armillary.reference.versions import Reference, WorkersReference
-from armillary.schedules.registry import options_of, read
+from armillary.schedules import options_of, read
 
 WIDTH, ROWS, STEPS = 4, 3, 4
 FLUSHED = [("gpipe", {"micro_batches": 3}, 2), ("one_f_one_b", {"micro_batches": 3}, 2),

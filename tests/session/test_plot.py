@@ -9,16 +9,12 @@ from itertools import count
 import pytest
 
 from armillary.cli.names import find, small
-from armillary.plans.choice import Choice
-from armillary.plans.group import Forecast, Group
-from armillary.plans.mesh import Axis, Mesh
-from armillary.plans.plan import Plan
-from armillary.plans.trace import Trace
+from armillary.plans import Axis, Choice, Forecast, Group, Mesh, Plan, Trace
 from armillary.session.events import Ended
 from armillary.session.plots import plot
 from armillary.session.report import Comparison
 from armillary.session.run_folder import keep_end
-from armillary.session.train_settings import AMONG, sampled
+from armillary.session.train_settings import AMONG, validation_batches
 
 
 def plan():
@@ -86,17 +82,17 @@ class Nameless:
 
 
 def test_every_batch_of_a_stream_is_as_likely_to_be_glanced_at():
-    seen = Counter(number for seed in range(2000) for number in sampled(iter(range(10)), 3, seed))
+    seen = Counter(number for seed in range(2000) for number in validation_batches(iter(range(10)), 3, seed))
     assert sum(seen.values()) == 6000
     assert all(count == pytest.approx(600, abs=80) for count in seen.values())  # four standard deviations
 
 
 def test_a_sample_is_the_same_again_and_draws_no_more_than_it_may():
     endless = count()
-    first = sampled(endless, 3, seed=1)
-    assert first == sampled(count(), 3, seed=1) != sampled(count(), 3, seed=2)
+    first = validation_batches(endless, 3, seed=1)
+    assert first == validation_batches(count(), 3, seed=1) != validation_batches(count(), 3, seed=2)
     assert next(endless) == AMONG
-    assert sampled(iter("ab"), 3, seed=1) == ["a", "b"]
+    assert validation_batches(iter("ab"), 3, seed=1) == ["a", "b"]
 
 
 def test_a_plot_shows_forecast_beside_measured_of_the_longest_groups_and_of_the_others_together():

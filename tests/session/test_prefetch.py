@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from armillary.exchanges.look_up import HEADER_BYTES, announcement_bytes
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.session.attach import attach
 from beside import plan_of
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
@@ -482,7 +482,7 @@ def count_bytes(rank, workers, prefetch):
     for step, batch in enumerate(run.batches(batches_of(rank, ""))):
         plain_step(run, model, optimizer, batch, step)
     run._engine.count()
-    sent = run._engine.tally.sent_bytes
+    sent = run._engine.traffic_meter.sent_bytes
     away = []
     for batch in batches_of(rank, "")[UNPREDICTED:]:
         keys = [run._engine.tables[table].ownership.keys(batch[ids]).unique() for ids, table in READS]

@@ -7,7 +7,7 @@ from torch import nn
 from armillary.planning.request import PlanRequest
 from armillary.session import parallelize as parallelize_file
 from armillary.session import plan_job as decide_file
-from armillary.session.plan_job import JobRequest, Subject, decide
+from armillary.session.plan_job import JobRequest, ModelToPlan, plan_job
 from planning_cases import machines
 
 WEIGHTS = 8 * (60 * 50 + 50)
@@ -41,8 +41,8 @@ def measured(rank, workers, topology):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decide_file, "measure", lambda _: free)
         patch.setattr(parallelize_file, "measure_links", lambda _: free)
-        subject = Subject(model, optimizer, loss, lambda _: batches)
-        decided = decide(subject, JobRequest(PlanRequest(), topology=topology))
+        subject = ModelToPlan(model, optimizer, loss, lambda _: batches)
+        decided = plan_job(subject, JobRequest(PlanRequest(), topology=topology))
         run = parallelize_file.parallelize(model, optimizer)
     watched = run._engine.job.topology
     run.close()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from armillary.checkpoint.folder import latest_checkpoint
-from armillary.plans.choice import Choice
+from armillary.plans import Choice
 from armillary.reference.serial import train_step
 from armillary.session.attach import attach
 from armillary.session.save import CheckpointEvery, save
@@ -286,9 +286,7 @@ def looped(rank, world, folder, stop, resume):
 
 
 def dropped_plan(model, world, names):
-    from armillary.plans.group import Group
-    from armillary.plans.mesh import Mesh
-    from armillary.plans.plan import Plan, model_fingerprint
+    from armillary.plans import Group, Mesh, Plan, model_fingerprint
 
     groups = (
         Group("words", ("words.weight",), "row_sharded", OWNED),

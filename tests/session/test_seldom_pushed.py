@@ -2,13 +2,12 @@
 
 import pytest
 
-from armillary.exchanges.exchange import build_dense
+from armillary.exchanges import build_dense
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
-from armillary.plans.trace import Record, Trace
-from armillary.session.measured import foreseen, seen_in
-from armillary.session.tally import Tally, usual_seconds
+from armillary.plans import Choice, Record, Trace
+from armillary.session.measured import measured_in, run_forecast
+from armillary.session.traffic_meter import TrafficMeter, usual_seconds
 from contracts.journey import planned, profile_of
 from planning_cases import machines
 
@@ -21,7 +20,7 @@ def test_the_usual_step_has_its_part_of_a_meeting():
     assert usual_seconds(steps, 4) == pytest.approx(2.0)  # the last four; no whole period is before them
     assert usual_seconds([1.0, 1.0, 1.0, 5.0, 50.0, 1.0, 1.0, 5.0, *steps[3:]], 4) == pytest.approx(2.0)  # of 3 periods
     assert usual_seconds(steps) == 1.0 and usual_seconds([]) == 0.0 and usual_seconds([3.0, 5.0], 4) == 4.0
-    assert Tally(PLAN).period == 4 and Tally(planned(2)).period == 1
+    assert TrafficMeter(PLAN).period == 4 and TrafficMeter(planned(2)).period == 1
 
 
 def trace_of(records):
@@ -31,15 +30,15 @@ def trace_of(records):
 def test_seconds_of_a_group_are_means_from_one_meeting_to_the_next():
     name = PLAN.groups[0].name
     records = [Record(step, name, "AllReduce", float(step), 0.8, 1.0) for step in (4, 8, 12)]
-    assert seen_in(trace_of(records), PLAN).seconds(name).median == pytest.approx(0.2)
-    assert seen_in(trace_of(records[:1]), PLAN).seconds(name).median == pytest.approx(0.2)
+    assert measured_in(trace_of(records), PLAN).seconds(name).median == pytest.approx(0.2)
+    assert measured_in(trace_of(records[:1]), PLAN).seconds(name).median == pytest.approx(0.2)
 
 
 def test_bytes_are_those_of_the_steps_that_were_taken():
     name = PLAN.groups[0].name
     whole = build_dense("local_steps", steps=1)
-    found = foreseen(PLAN, CASE, range(2, 12)).groups[name].sent_bytes  # meets after steps 4, 8 and 12
-    every = foreseen(planned(2, Choice("local_steps", {"steps": 1})), CASE, range(2, 12)).groups[name].sent_bytes
+    found = run_forecast(PLAN, CASE, range(2, 12)).groups[name].sent_bytes  # meets after steps 4, 8 and 12
+    every = run_forecast(planned(2, Choice("local_steps", {"steps": 1})), CASE, range(2, 12)).groups[name].sent_bytes
     assert found == pytest.approx(0.3 * every) and whole.share_due == 1.0
 
 

@@ -12,11 +12,9 @@ import torch
 
 import armillary
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
-from armillary.plans.plan import SIMULTANEOUS, Plan
-from armillary.plans.topology import Link, Topology
+from armillary.plans import SIMULTANEOUS, Choice, Link, Plan, Topology
 from armillary.profiler.profiler import profile
-from armillary.schedules.registry import SCHEDULES, owns_loop
+from armillary.schedules import SCHEDULES, owns_loop
 from small_words import batch_of, loss, model_of, optimizer_of
 
 FOLDERS = Path(__file__).parents[1] / "fixtures" / "by_row_under_schedules"

@@ -17,17 +17,15 @@ from armillary.cli.names import find, small
 from armillary.exchanges.look_up import HEADER_BYTES, announcement_bytes
 from armillary.planning.prefetch import prefetching
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
-from armillary.plans.plan import Plan
-from armillary.plans.trace import Trace
+from armillary.plans import Choice, Plan, Trace
 from armillary.session import plan_job as decide_file
 from armillary.session.band import Band
 from armillary.session.compare import compare_run
 from armillary.session.double_precision import InDouble
-from armillary.session.events import Decided, Ended, Evaluated, Progress, Resumed, Saved, Warned
+from armillary.session.events import Ended, Evaluated, PlannedJob, Progress, Resumed, Saved, Warned
 from armillary.session.plan_job import JobRequest, assumptions_of
 from armillary.session.run_folder import claim_folder, keep_others_out, open_folder, run_folder
-from armillary.session.tally import STEP
+from armillary.session.traffic_meter import STEP
 from armillary.session.train import train
 from armillary.session.train_settings import Settings
 from armillary.transport.agreement import by_rank_zero
@@ -55,7 +53,7 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
     request = JobRequest(PlanRequest({"output": "owned_rows", "embedding.weight": "gather_rows"}))
     settings = {"steps": 25, "every_steps": 10, "keep": 1, "request": request}
     events, others = crew(2).run(train_job, "language_model", str(tmp_path), {}, settings)
-    assert [type(event) for event in events[:2]] == [Decided, Progress]
+    assert [type(event) for event in events[:2]] == [PlannedJob, Progress]
     assert [event.step for event in of(Progress, events)] == [10, 20, 25]
     assert [event.step for event in of(Saved, events)] == [10, 20, 25]
     assert [(event.step, event.is_whole) for event in of(Evaluated, events)] == [
@@ -67,7 +65,7 @@ def test_a_run_tells_what_it_does_and_leaves_all_of_it_in_its_folder(crew, tmp_p
         "plan.json", "profile.json", "made_for.json", "topology.json", "trace.json", "summary.json", "metrics.jsonl",
         "plot.png", "checkpoints",
     }  # fmt: skip
-    assert Plan.load(tmp_path / "plan.json") == of(Decided, events)[0].plan
+    assert Plan.load(tmp_path / "plan.json") == of(PlannedJob, events)[0].plan
     trace = Trace.load(tmp_path / "trace.json")
     assert len(trace.ranks) == 2
     for mine in trace.ranks:

@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.plans.choice import Choice
-from armillary.plans.group import Group
-from armillary.plans.mesh import Mesh
-from armillary.plans.plan import Plan, model_fingerprint
-from armillary.plans.trace import Record
+from armillary.plans import Choice, Group, Mesh, Plan, Record, model_fingerprint
 from armillary.session.attach import attach
-from armillary.session.tally import OTHER, Tally
+from armillary.session.traffic_meter import OTHER, TrafficMeter
 
 
 def model_of(buffer_size=2):
@@ -53,12 +49,12 @@ def test_ranks_with_different_models_are_refused_naming_rank_and_tensor(crew):
 
 def test_what_a_table_pulls_and_pushes_is_counted_to_its_group_whatever_its_name():
     table = Group("mine", ("embedding.weight",), "row_sharded", Choice("owned_rows"))
-    tally = Tally(Plan(Mesh.of(data=2), (table,), "0"), window=1)
+    traffic_meter = TrafficMeter(Plan(Mesh.of(data=2), (table,), "0"), window=1)
     labels = ("look-ups", "embedding.weight", "mine")
     for step in (0, 1):
         records = [Record(step, label, "AllToAll", 0.0, 0.5, 10.0) for label in labels]
-        tally.add(tuple(records))
-        tally.steps += 1
-        assert tally.sent_bytes == 30.0 * (step + 1)
-    assert tally.per_step() == {"mine": (20.0, 1.0), OTHER: (10.0, 0.5)}
-    assert {record.step for record in tally.records} == {1}
+        traffic_meter.add(tuple(records))
+        traffic_meter.steps += 1
+        assert traffic_meter.sent_bytes == 30.0 * (step + 1)
+    assert traffic_meter.per_step() == {"mine": (20.0, 1.0), OTHER: (10.0, 0.5)}
+    assert {record.step for record in traffic_meter.records} == {1}

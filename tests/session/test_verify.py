@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from armillary.cli.names import find, small
-from armillary.exchanges.exchange import dense_exchanges, row_exchanges
-from armillary.plans.choice import Choice
-from armillary.session.double_precision import InDouble, forced
-from armillary.session.plan_job import JobRequest, decide, subject_of
+from armillary.exchanges import dense_exchanges, row_exchanges
+from armillary.plans import Choice
+from armillary.session.double_precision import InDouble, uniform_plan
+from armillary.session.plan_job import JobRequest, model_to_plan, plan_job
 from armillary.session.verification import TOLERANCE
 from armillary.session.verify import verify_workload
 
@@ -84,8 +84,8 @@ class WithMomentum:
 
 def verify_sabotaged(rank, workers, sabotage):
     task = WithMomentum(workload_of("language_model"))
-    decided = decide(subject_of(InDouble(task), 0), JobRequest())
-    plan = forced(decided.profile, Choice("owned_rows"))
+    decided = plan_job(model_to_plan(InDouble(task), 0), JobRequest())
+    plan = uniform_plan(decided.profile, Choice("owned_rows"))
     group = plan.group_of("embedding.weight")
     return verify_workload(task, request=JobRequest(plan=plan.with_group(sabotage(group))), exchanges=())
 

@@ -11,18 +11,18 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.granted import workload_of
 from armillary.cli.launch import rank, run_in_workers
 from armillary.cli.request import AskedWorkload
-from armillary.cli.show import as_json, console_here, put
+from armillary.cli.resolve import workload_of
+from armillary.cli.terminal import as_json, console_here, put
 from armillary.measuring.links import THOROUGH, Effort
 from armillary.measuring.measure import measure
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Processor, Topology
 from armillary.plans.units import Page, Part, Table, bytes_text, seconds_text
-from armillary.profiler.probe import timed_at_once
+from armillary.profiler.probe import profile_concurrently
 from armillary.profiler.profiler import profile
-from armillary.session.plan_job import open_transport, subject_of
+from armillary.session.plan_job import model_to_plan, open_transport
 from armillary.session.run_folder import open_folder
 from armillary.session.workload import Workload
 
@@ -52,12 +52,12 @@ def survey(workload: Workload | None, seed: int, told: Callable[[str], None], ef
     found = None
     if workload is not None:
         told(f"stages of {workload.name}")
-        subject = subject_of(workload, seed)
+        subject = model_to_plan(workload, seed)
         batches = list(subject.draw(place.workers))
         looked = profile(
             subject.model, batches, subject.loss, workers=place.workers, workers_per_node=place.workers_per_node
         )
-        found = timed_at_once(looked, subject.model, lambda: batches[place.rank], subject.loss, transport)
+        found = profile_concurrently(looked, subject.model, lambda: batches[place.rank], subject.loss, transport)
     transport.close()
     return Survey(topologies, found)
 

@@ -12,7 +12,6 @@ import ast
 import difflib
 import importlib
 import importlib.util
-import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -61,13 +60,11 @@ def aliases_in(package: str) -> tuple[str, ...]:
 
 
 def _modules(package: str) -> Iterator[tuple[str, str]]:
-    """The modules of a package, each with its source."""
+    """The modules of a package, each with its source. They are not imported, nor is the package, which brings torch."""
     found = importlib.util.find_spec(package)
-    folders = [] if found is None else list(found.submodule_search_locations or [])
-    for module in pkgutil.iter_modules(folders, f"{package}."):
-        spec = importlib.util.find_spec(module.name)
-        if spec is not None and spec.origin:
-            yield module.name.rpartition(".")[2], Path(spec.origin).read_text()
+    for folder in [] if found is None else list(found.submodule_search_locations or []):
+        for path in Path(folder).glob("*.py"):
+            yield path.stem, path.read_text()
 
 
 def options_in(path: Path) -> tuple[str, ...] | None:

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.launch import count_of, rank, run_in_workers
 from armillary.cli.request import AskedPlan, AskedWorkload
-from armillary.cli.show import as_json, console_here, decided_page, put
+from armillary.cli.resolve import job_request_of, refuse_unnamed, workload_of
+from armillary.cli.terminal import as_json, console_here, decided_page, put
 from armillary.planning.alternatives import alternatives, by_simulation, with_prefetch
 from armillary.planning.demand import PRICE
 from armillary.planning.notes import Verdict
@@ -18,7 +18,7 @@ from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.plans.group import Forecast
 from armillary.plans.units import Page, Table
-from armillary.session.plan_job import JobRequest, assumptions_of, decide, prepared, subject_of
+from armillary.session.plan_job import JobRequest, assumptions_of, model_to_plan, plan_job, prepared
 from armillary.session.run_folder import write_plan
 from armillary.session.workload import Workload
 from armillary.stages.stages import refuse_uncut
@@ -50,8 +50,8 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         return _Ready(task, granted)
 
     def body(ready: _Ready) -> int:
-        subject, granted = subject_of(ready.task, seed), ready.request
-        decided = decide(subject, granted)
+        subject, granted = model_to_plan(ready.task, seed), ready.request
+        decided = plan_job(subject, granted)
         if rank() == 0:
             refuse_uncut(decided.plan, subject.model, subject.loss, next(iter(subject.draw(1))))
             case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer, subject.model))

@@ -7,11 +7,11 @@ from typing import NoReturn
 import torch
 
 from armillary import residency
-from armillary.cli.granted import workload_of
 from armillary.cli.launch import run_in_workers
 from armillary.cli.names import Refused
 from armillary.cli.request import AskedWorkload
-from armillary.cli.show import as_json, console_here, put, tell
+from armillary.cli.resolve import workload_of
+from armillary.cli.terminal import as_json, console_here, put, tell
 from armillary.plans.units import Table
 from armillary.session.workload import Workload
 

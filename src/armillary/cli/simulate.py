@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from armillary.cli.granted import assumed, plan_request_of, said_of, workload_of
 from armillary.cli.launch import run_in_workers
 from armillary.cli.names import built_in, find
 from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
-from armillary.cli.show import as_json, console_here, put
+from armillary.cli.resolve import assumed, plan_request_of, said_of, workload_of
+from armillary.cli.terminal import as_json, console_here, put
 from armillary.planning.clock import Simulation
 from armillary.planning.demand import Constraint
 from armillary.planning.planner import make_plan
@@ -26,7 +26,7 @@ from armillary.plans.plan import Plan
 from armillary.plans.topology import Topology
 from armillary.plans.units import Page, Table, count_text, wrapped
 from armillary.profiler.profiler import profile
-from armillary.session.plan_job import JobRequest, assumptions_of, prepared, subject_of
+from armillary.session.plan_job import JobRequest, assumptions_of, model_to_plan, prepared
 from armillary.session.run_folder import beside_plan, can_draw, open_folder
 from armillary.session.simulate import PROFILED_WORKERS, Scaling, Simulated, powers_of_two, scaling
 from armillary.session.workload import Workload
@@ -206,7 +206,7 @@ def _of_workload(
     task: Workload, topology: Topology, topology_file: Path | None, profile_file: Path | None, request: PlanRequest
 ) -> _Scene:
     seen = min(topology.workers, PROFILED_WORKERS)
-    subject = subject_of(task, seed=0)
+    subject = model_to_plan(task, seed=0)
     found = (
         profile(subject.model, subject.draw(seen), subject.loss, workers=seen)
         if profile_file is None

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from armillary.checkpoint.folder import latest_checkpoint
-from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.launch import count_of, rank, run_in_workers
 from armillary.cli.request import AskedPlan, AskedRun, AskedWorkload
-from armillary.cli.show import as_json, drain, show, tell
+from armillary.cli.resolve import job_request_of, refuse_unnamed, workload_of
+from armillary.cli.terminal import as_json, drain, show, tell
 from armillary.session.plan_job import prepared
 from armillary.session.run_folder import CHECKPOINTS, give_back
 from armillary.session.train import train

@@ -9,10 +9,10 @@ from typing import NamedTuple, NoReturn
 
 from rich.live import Live
 
-from armillary.cli.granted import plan_request_of, said_of, workload_of
 from armillary.cli.launch import run_in_workers
 from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload
-from armillary.cli.show import as_json, console_here, put
+from armillary.cli.resolve import plan_request_of, said_of, workload_of
+from armillary.cli.terminal import as_json, console_here, put
 from armillary.session.run_folder import open_folder
 from armillary.session.twin import HELD_OUT, Trained, trained
 from armillary.session.twin_plans import AskedTraining, Both, Losses, planned

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
-from armillary.cli.granted import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.launch import count_of, rank, run_in_workers
 from armillary.cli.names import FAILED, UNEQUAL
 from armillary.cli.request import AskedPlan, AskedWorkload
-from armillary.cli.show import as_json, console_here, put, tell
+from armillary.cli.resolve import job_request_of, refuse_unnamed, workload_of
+from armillary.cli.terminal import as_json, console_here, put, tell
 from armillary.session.double_precision import ask_for_repeatable
 from armillary.session.plan_job import JobRequest, prepared
 from armillary.session.verification import Verification

@@ -11,8 +11,8 @@ activation was sent.
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw
 from armillary.codecs.packing import all_finite, as_bytes, from_bytes
+from armillary.codecs.registry import Codec, Draw
 
 __all__ = ["GUARD_BYTES", "at_places", "guarded"]
 

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec, codec_of
 from armillary.codecs.packing import BLOCK, Tiles, bounded, tiled, within, working
+from armillary.codecs.registry import Codec, Draw, codec, codec_of
 from armillary.plans.choice import Choice
 
 __all__ = ["hadamard", "rotated"]

@@ -7,8 +7,8 @@ one, with its sign; the hooks make it infinite, which no residual could mend.
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.packing import as_bytes, from_bytes, within
+from armillary.codecs.registry import Codec, Draw, codec
 
 __all__ = ["lower_precision"]
 

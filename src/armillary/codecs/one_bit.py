@@ -7,7 +7,6 @@ behind a short tensor do not make it small; and there is one scale for both sign
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.packing import (
     Tiles,
     as_bytes,
@@ -19,6 +18,7 @@ from armillary.codecs.packing import (
     unpacked,
     working,
 )
+from armillary.codecs.registry import Codec, Draw, codec
 
 __all__ = ["one_bit"]
 

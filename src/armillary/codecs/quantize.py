@@ -11,7 +11,6 @@ could vanish or overflow where the number does not.
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.packing import (
     as_bytes,
     from_bytes,
@@ -23,6 +22,7 @@ from armillary.codecs.packing import (
     unpacked,
     working,
 )
+from armillary.codecs.registry import Codec, Draw, codec
 
 __all__ = ["quantize"]
 

@@ -7,8 +7,8 @@ share, since what is left out is sent later. Where all ranks draw alike, sums ha
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.packing import as_bytes, chunks_of, from_bytes
+from armillary.codecs.registry import Codec, Draw, codec
 
 __all__ = ["random_k"]
 

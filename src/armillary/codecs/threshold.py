@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.packing import as_bytes, from_bytes, ones_among, packed_bytes, unpacked
+from armillary.codecs.registry import Codec, Draw, codec
 
 __all__ = [
     "add_sparse", "from_sparse", "most_bytes", "places_above", "quantile", "sparse", "sparse_bytes",

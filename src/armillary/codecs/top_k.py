@@ -7,8 +7,8 @@ first ones are taken. What is not finite is larger than anything.
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec, Draw, codec
 from armillary.codecs.packing import as_bytes, chunks_of, from_bytes, tiled
+from armillary.codecs.registry import Codec, Draw, codec
 
 __all__ = ["top_k"]
 

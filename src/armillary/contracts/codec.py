@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import Codec
+from armillary.codecs.registry import Codec
 from armillary.plans.factory_errors import Raised
 
 __all__ = ["CODEC_RULES", "drawn", "is_read_back", "is_within_its_bound", "normal"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Moved, exact_sum
+from armillary.exchanges.dense import DenseExchange, PushResult, exact_sum
 from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.layout import Layout
 from armillary.plans.requests import AllGather, AllReduce, Program, Request, asked_by
@@ -59,7 +59,7 @@ def states_for(exchange: DenseExchange, layout: Layout, workers: int) -> list[St
 class LandedPush(NamedTuple):
     """By rank: results with next states, and bytes sent."""
 
-    moved: Sequence[Moved]
+    moved: Sequence[PushResult]
     sent: Sequence[float]
 
 
@@ -67,14 +67,14 @@ class NotAsked(ValueError):
     """A function of an exchange gives what nobody asked of it."""
 
 
-def programs_of(exchange: DenseExchange, layout: Layout, shape: Shape) -> list[Program[Moved]]:
+def programs_of(exchange: DenseExchange, layout: Layout, shape: Shape) -> list[Program[PushResult]]:
     """The first push of every rank of a job, each request and each answer looked at."""
     places = [RankInfo(rank, *shape) for rank in range(shape.workers)]
     given = zip(parcels_for(layout, shape.workers), states_for(exchange, layout, shape.workers), places, strict=True)
     return [_looked_at(exchange.push(*one)) for one in given]
 
 
-def _looked_at(program: Any) -> Program[Moved]:
+def _looked_at(program: Any) -> Program[PushResult]:
     if not isinstance(program, Generator):
         raise NotAsked(f"push must be a generator, which yields requests; it returned {_kind(program)}")
 
@@ -91,7 +91,7 @@ def _looked_at(program: Any) -> Program[Moved]:
     return moved[0], moved[1]
 
 
-def seen_from_above(exchange: DenseExchange, layout: Layout, workers: int) -> list[Moved]:
+def seen_from_above(exchange: DenseExchange, layout: Layout, workers: int) -> list[PushResult]:
     """What the oracle says of the first push, by rank."""
     if exchange.oracle is None:
         raise NotAsked("an exchange that is not the exact sum wants oracle=(parcels, states) -> (results, next states)")
@@ -130,7 +130,7 @@ def means_what_its_oracle_says(exchange: DenseExchange) -> str:
     return ""
 
 
-def _apart(got: Moved, want: Moved, truth: str) -> str:
+def _apart(got: PushResult, want: PushResult, truth: str) -> str:
     (result, state), (wanted, wanted_state) = got, want
     if result.values.shape != wanted.values.shape:
         return f"push gives {len(result.values)} numbers, {truth} {len(wanted.values)}"
@@ -236,7 +236,7 @@ def _messages(request: Request, shape: Shape) -> int:
     return ranks - 1 if isinstance(request, AllGather) else int(ranks > 1)
 
 
-def _written_down(program: Program[Moved], asked: list[Request]) -> Program[Moved]:
+def _written_down(program: Program[PushResult], asked: list[Request]) -> Program[PushResult]:
     def ask(request: Request) -> Program[Any]:
         asked.append(request)
         answer = yield request

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from armillary.codecs.codec import CODECS, build_codec
+from armillary.codecs.registry import CODECS, build_codec
 from armillary.contracts.codec import CODEC_RULES
 from armillary.contracts.exchange import NotAsked, is_the_sum, rules_of
 from armillary.exchanges.dense import DenseExchange

@@ -3,7 +3,7 @@
 Source: data parallelism as in Horovod and DDP; the dense half of Parallax (Kim et al., EuroSys 2019, section 3.1).
 """
 
-from armillary.exchanges.dense import DenseExchange, Leg, Moved
+from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
 from armillary.plans.layout import Layout
@@ -17,7 +17,7 @@ __all__ = ["all_reduce"]
 def all_reduce() -> DenseExchange:
     """The sum over workers, in one request; 2 (N - 1) / N of the bytes leave each rank, in 2 (N - 1) hops (ring)."""
 
-    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         total = yield AllReduce(parcel.joined())
         return parted(total, parcel.layout), state
 

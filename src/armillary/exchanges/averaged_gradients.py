@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, Moved
+from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, PushResult
 from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
 from armillary.plans.choice import Choice
 from armillary.plans.layout import Layout
@@ -32,7 +32,7 @@ def averaging(asked: AveragedGradients) -> DenseExchange:
     return exchange._replace(due=asked.due, mechanisms=mechanisms)
 
 
-def _node_push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+def _node_push(parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
     """Values are parts of the mean over all ranks, so the sum over a node's is multiplied by the number of nodes."""
     total = yield AllReduce(parcel.joined(), "node")
     result = parted(total, parcel.layout)

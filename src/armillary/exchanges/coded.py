@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import CODECS, Codec, Draw, Options, build_codec
-from armillary.codecs.codec import CodecEntry as CodecEntry
-from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved
+from armillary.codecs.registry import CODECS, Codec, Draw, Options, build_codec
+from armillary.codecs.registry import CodecEntry as CodecEntry
+from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, PushResult
 from armillary.exchanges.error_feedback import (
     RESIDUAL,
     Span,
@@ -146,7 +146,7 @@ class _Way:
         found = {RESIDUAL: residual} if self.feedback else {}
         return found | ({ROUNDS: state[ROUNDS] + 1} if self.codec.draws else {})
 
-    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         if place.workers == 1:
             return alone(parcel, state)
         full, spans = owed(parcel, state), self.cut(parcel.layout, place.workers)

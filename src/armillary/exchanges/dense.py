@@ -21,6 +21,7 @@ from armillary.plans.topology import Topology
 
 __all__ = [
     "AveragedGradients",
+    "CompletedPush",
     "DenseExchange",
     "EarlyLegs",
     "Leg",
@@ -28,8 +29,7 @@ __all__ = [
     "Links",
     "Mechanisms",
     "Meeting",
-    "Moved",
-    "Pushed",
+    "PushResult",
     "Resharding",
     "exact_sum",
 ]
@@ -75,13 +75,13 @@ class EarlyLegs(NamedTuple):
 
 Resharding = Literal["sum", "mean", "same", "drop"]
 Meeting = Literal["after", "before"]
-Moved = tuple[Parcel, State]
+PushResult = tuple[Parcel, State]
 Shape = tuple[int, ...]
 PERIOD = 5040  # steps in which cadences of every 1 to 10 come out even
 SETTLED = 1_000_000  # steps after which what is only done at the start is past
 
 
-class Pushed(NamedTuple):
+class CompletedPush(NamedTuple):
     """A push of one rank that has landed: what the state was before, and is after."""
 
     layout: Layout
@@ -90,7 +90,7 @@ class Pushed(NamedTuple):
     after: State
 
 
-Mechanisms = Mapping[str, Callable[[Pushed], int]]  # how often each acted in a push
+Mechanisms = Mapping[str, Callable[[CompletedPush], int]]  # how often each acted in a push
 
 
 class AveragedGradients(NamedTuple):
@@ -168,7 +168,7 @@ class DenseExchange(NamedTuple):
         verified is not called verified.
     """
 
-    push: Callable[[Parcel, State, RankInfo], Program[Moved]]
+    push: Callable[[Parcel, State, RankInfo], Program[PushResult]]
     requests: int
     sent_bytes: Callable[[Layout, Topology], list[float]]
     legs: Callable[[Layout, Topology], list[Leg]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.packing import working
-from armillary.exchanges.dense import Moved, Pushed
+from armillary.exchanges.dense import CompletedPush, PushResult
 from armillary.exchanges.parcel import Parcel, State
 from armillary.plans.layout import Layout
 
@@ -40,7 +40,7 @@ def owed(parcel: Parcel, state: State) -> Tensor:
     return parcel.values + (residual if parcel.scale == 1 else residual * parcel.scale)
 
 
-def alone(parcel: Parcel, state: State) -> Moved:
+def alone(parcel: Parcel, state: State) -> PushResult:
     """A push where there is no other rank: nothing crosses, so all that is owed arrives, and nothing waits any more."""
     after = {**state, RESIDUAL: nothing_owed(parcel.values)} if RESIDUAL in state else state
     return parcel.answered(owed(parcel, state).to(parcel.values.dtype), parcel.tail), after
@@ -52,7 +52,7 @@ def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:
     return residual if parcel.scale == 1 else residual / parcel.scale
 
 
-def was_owed(pushed: Pushed) -> int:
+def was_owed(pushed: CompletedPush) -> int:
     """1 where an earlier push had left something out, which this one sent."""
     return int(pushed.workers > 1 and bool(pushed.before[RESIDUAL].any()))
 

@@ -166,7 +166,7 @@ class ExchangeEntry(NamedTuple):
     soon: Mapping[str, int] = MappingProxyType({})
     coded_by: tuple[str, ...] = ()
 
-    def hurried(self, options: Options) -> Options:
+    def shortened(self, options: Options) -> Options:
         """These options, lowered; one that is not given is what the factory takes for it."""
         taken = {name: one.default for name, one in signature(self.make).parameters.items()}
         now = {name: options.get(name, taken.get(name, most + 1)) for name, most in self.soon.items()}

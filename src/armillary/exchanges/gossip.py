@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved, Pushed
+from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechanisms, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.layout import Layout
@@ -132,7 +132,7 @@ class _Ring:
         away = sum((state[side.copy] - own for side in sides), torch.zeros_like(values))
         return values + away / (1 + len(sides))
 
-    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         sides = _sides(place.rank, place.workers)
         if not sides:
             return parcel.answered(parcel.values, parcel.tail), state
@@ -183,10 +183,10 @@ class _Ring:
         return sent / max(1, sum(b - a for a, b in layout.spans))
 
     def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
-        def sent(pushed: Pushed) -> Tensor:
+        def sent(pushed: CompletedPush) -> Tensor:
             return pushed.after[LAST] > pushed.before[LAST]
 
-        def at_cap(pushed: Pushed) -> int:
+        def at_cap(pushed: CompletedPush) -> int:
             is_old = pushed.after[PASS] - pushed.before[LAST] >= self.cap
             return int((is_old & sent(pushed) & (pushed.after[PASS] > self.start)).sum())
 

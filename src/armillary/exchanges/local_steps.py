@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, Moved, Pushed, Resharding
+from armillary.exchanges.dense import (
+    AveragedGradients,
+    CompletedPush,
+    DenseExchange,
+    Leg,
+    Mechanisms,
+    PushResult,
+    Resharding,
+)
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.layout import Layout
@@ -117,7 +125,7 @@ class _OuterStep:
         met = torch.full((len(layout.names),), float(not self.has_start), dtype=torch.float64)
         return {ANCHOR: values.clone(), MOMENTUM: torch.zeros_like(values), MEETINGS: met}
 
-    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         total = yield AllReduce(parcel.values.clone() if parcel.whole is None else parcel.values)  # else given away
         weights, after = self.taken(total.div_(place.workers), state)
         return parcel.answered(weights, parcel.tail), after
@@ -142,7 +150,7 @@ class _OuterStep:
         return weights, {ANCHOR: weights.clone(), MOMENTUM: momentum, MEETINGS: met}
 
     def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
-        def has_momentum(pushed: Pushed) -> bool:
+        def has_momentum(pushed: CompletedPush) -> bool:
             return bool(pushed.before[MOMENTUM].any())
 
         found: Mechanisms = {"meetings": lambda pushed: 1}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.codecs.packing import scale_bytes, working
 from armillary.exchanges.coded import why_not_numbers
-from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved, Pushed, Shape
+from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechanisms, PushResult, Shape
 from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
@@ -125,10 +125,10 @@ class _Way:
         return [span for span, shape in spans if not self.is_low(shape)]
 
     def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
-        def is_early(pushed: Pushed) -> bool:
+        def is_early(pushed: CompletedPush) -> bool:
             return float(pushed.before[AGE].max()) < self.start
 
-        def orthonormalised(pushed: Pushed) -> int:
+        def orthonormalised(pushed: CompletedPush) -> int:
             return 0 if is_early(pushed) or pushed.workers == 1 else len(self.matrices(pushed.layout))
 
         found: Mechanisms = {"factors orthonormalised": orthonormalised, "residuals sent": was_owed}
@@ -175,7 +175,7 @@ class _Way:
         takes turns by its own age, since its factor stays where a push found it unused."""
         return not self.alternate or not self.is_left(int(state[AGE][matrix.number]))
 
-    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         if place.workers == 1:
             return alone(parcel, state)
         layout, age, full = parcel.layout, int(state[AGE].max()), owed(parcel, state)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Leg, Moved
+from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
 from armillary.plans.layout import Layout
@@ -46,7 +46,7 @@ def owned_dense(owner: int = 0, local_aggregation: bool = False) -> DenseExchang
             f"exchange: owned_dense wants local_aggregation=True or local_aggregation=False, got {local_aggregation!r}"
         )
 
-    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         total = yield from everywhere(parcel.joined(), place)
         return parted(total, parcel.layout), state
 

@@ -1,9 +1,9 @@
 """What one rank gives to a dense exchange and gets from it: the values of a group, and a tail of counts behind them.
 
 The tail is kept apart because it must arrive exactly, whatever is done to the values: one flag of use per parameter
-and, where an exchange keeps state, a sick flag. Its sums say which parameters no rank used (their gradient stays None)
-and how many ranks hold numbers that are not finite. Weights of batches are not in it: all ranks know their sum before
-the values leave. Of a large tensor whose gradient lists its rows only those are kept.
+and, where an exchange keeps state, a non-finite flag. Its sums say which parameters no rank used (their gradient stays
+None) and how many ranks hold numbers that are not finite. Weights of batches are not in it: all ranks know their sum
+before the values leave. Of a large tensor whose gradient lists its rows only those are kept.
 
 All that an exchange knows of other ranks is `RankInfo`.
 """
@@ -87,7 +87,7 @@ class Parcel:
         return self.tail[: len(self.layout.names)]
 
     @property
-    def sick(self) -> float:
+    def nonfinite(self) -> float:
         """1 if this rank's numbers are not all finite; as a result, how many ranks' are not. 0 where nobody looks."""
         return float(self.tail[-1]) if self.layout.is_guarded else 0.0
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Leg, Moved
+from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.owned_rows import merge_rows
 from armillary.exchanges.parcel import Parcel, RankInfo, Rows, State, touched_rows
@@ -70,7 +70,7 @@ def sparse_all_reduce(keeps_rows: bool = False) -> DenseExchange:
     if not isinstance(keeps_rows, bool):
         raise ValueError(f"exchange: sparse_all_reduce wants keeps_rows=True or keeps_rows=False, got {keeps_rows!r}")
 
-    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         values, layout, tables = parcel.values, parcel.layout, list(_tables(parcel.layout))
         ids, rows = _touched(parcel)
         flags = [table.number in parcel.rows for table in tables]

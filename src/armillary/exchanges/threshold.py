@@ -27,7 +27,7 @@ from armillary.codecs.threshold import (
     sparse_bytes,
 )
 from armillary.exchanges.coded import cut, why_not_numbers
-from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, Moved, Pushed
+from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechanisms, PushResult
 from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
@@ -110,10 +110,10 @@ class _Rule:
         return _passed(values, quantile(values, self.sparsity).to(limit).nan_to_num(0.0, 0.0))
 
     def mechanisms(self, layout: Layout, workers: int) -> Mechanisms:
-        def refreshed(pushed: Pushed) -> int:
+        def refreshed(pushed: CompletedPush) -> int:
             return int((pushed.before[LIMIT] != pushed.after[LIMIT]).sum())
 
-        def kept(pushed: Pushed) -> int:
+        def kept(pushed: CompletedPush) -> int:
             is_large = torch.tensor([end - begin >= self.small for begin, end in pushed.layout.spans])
             is_same = (pushed.before[LIMIT] == pushed.after[LIMIT]) & (pushed.before[LIMIT] > 0)
             return int((is_same & is_large).sum()) * (pushed.workers > 1)
@@ -129,7 +129,7 @@ class _Rule:
         none = torch.zeros(len(layout.names), dtype=torch.float64)
         return {RESIDUAL: nothing_owed(values), LIMIT: none, AGE: none.clone()}
 
-    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(self, parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         if place.workers == 1:
             return alone(parcel, state)
         full, limits = owed(parcel, state), state[LIMIT] * parcel.scale

@@ -29,10 +29,10 @@ from armillary.plans.topology import Link, Processor, RequestLink, Topology
 from armillary.plans.units import seconds_text
 from armillary.transport.transport import Transport
 
-__all__ = ["free_memory_bytes", "measure", "measure_links", "ranks_beside", "with_room_of", "workers_per_node"]
+__all__ = ["free_memory_bytes", "measure", "measure_links", "ranks_beside", "with_memory_budget", "workers_per_node"]
 
 
-def with_room_of(model: nn.Module, optimizer: Optimizer, topology: Topology, transport: Transport) -> Topology:
+def with_memory_budget(model: nn.Module, optimizer: Optimizer, topology: Topology, transport: Transport) -> Topology:
     """Collective: the topology, with the memory that these hold on the rank where they hold least.
 
     Args:

@@ -34,17 +34,26 @@ from armillary.plans.parameter import ParameterFact
 from armillary.plans.requests import AllGather, AllReduce, AllToAll, Request
 from armillary.plans.topology import CodingRate, Processor, RowRate, Topology, UpdateRate
 
-__all__ = ["Line", "Timer", "answer_at_once", "coding_rates", "fit", "landing_seconds", "processor", "update_rates"]
+__all__ = [
+    "LinearFit",
+    "Timer",
+    "answer_at_once",
+    "coding_rates",
+    "landing_seconds",
+    "linear_fit",
+    "processor",
+    "update_rates",
+]
 
 
-class Line(NamedTuple):
+class LinearFit(NamedTuple):
     """costs: one per column. residual: largest relative error over the times it was fitted to."""
 
     costs: tuple[float, ...]
     residual: float
 
 
-def fit(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Line:
+def linear_fit(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> LinearFit:
     """Least relative squares with no cost below zero: the best of the fits in which some costs are held at zero.
 
     Args:
@@ -69,7 +78,7 @@ def fit(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> Line:
             if costs.min() >= 0 and square < best_square:
                 best, best_square = costs, square
     residual = float(np.abs(relative @ best - ones).max())
-    return Line(tuple((best / np.where(scale > 0, scale, 1.0)).tolist()), residual)
+    return LinearFit(tuple((best / np.where(scale > 0, scale, 1.0)).tolist()), residual)
 
 
 ROWS = (256, 4096)
@@ -118,7 +127,7 @@ def _works(rows: int, width: int, timer: "Timer") -> tuple[float, float, float]:
 
 
 def _rate(amounts: Sequence[Sequence[float]], seconds: Sequence[float]) -> RowRate:
-    line = fit(amounts, seconds)
+    line = linear_fit(amounts, seconds)
     call, row, byte = line.costs
     return RowRate(call, row, byte, line.residual)
 
@@ -164,7 +173,7 @@ def update_rates(timer: Timer) -> tuple[UpdateRate, ...]:
     )
     found = timer.agree([step(make, elements) for make in makes for elements in (SMALL, LARGE)])
     sizes = [(1.0, float(elements * ITEM_BYTES)) for elements in (SMALL, LARGE)]
-    return tuple(UpdateRate(*fit(sizes, found[first : first + 2]).costs) for first in range(0, len(found), 2))
+    return tuple(UpdateRate(*linear_fit(sizes, found[first : first + 2]).costs) for first in range(0, len(found), 2))
 
 
 def landing_seconds(timer: Timer) -> float:
@@ -219,7 +228,7 @@ def coding_rates(topology: Topology, timer: Timer) -> tuple[CodingRate, ...]:
         sizes = [_layout(choice, workers, values) for values in VALUES]
         seconds = [timer.seconds(_Pushes(choice, layout, workers)) for layout in sizes]
         agreed = timer.agree(seconds)
-        line = fit([(1.0, layout.numel / 1e6) for layout in sizes], agreed)
+        line = linear_fit([(1.0, layout.numel / 1e6) for layout in sizes], agreed)
         call, million = line.costs
         rates.append(CodingRate(str(choice), workers, call, million, line.residual))
     return tuple(rates)
@@ -244,7 +253,7 @@ class _Pushes:
     """One push after another, each with the state that the one before left."""
 
     def __init__(self, choice: Choice, layout: Layout, workers: int):
-        soon = dense_exchanges()[choice.name].hurried(choice.options)
+        soon = dense_exchanges()[choice.name].shortened(choice.options)
         self.exchange: DenseExchange = build_dense(choice.name, **soon)
         self.place = RankInfo(0, workers)
         values = torch.randn(layout.numel, generator=torch.Generator().manual_seed(1))

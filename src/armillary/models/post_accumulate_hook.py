@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["after_hooks", "when_final"]
+__all__ = ["after_hooks", "on_grad_accumulated"]
 
 Owner = TypeVar("Owner")
 
 
-def when_final(
+def on_grad_accumulated(
     tensor: Tensor, owner: Owner, told: Callable[[Owner, Tensor], None], name: str = "a tensor"
 ) -> RemovableHandle:
     """Calls `told(owner, tensor)` whenever backward has made all of a leaf's gradient.
@@ -52,7 +52,7 @@ def after_hooks(
     this backward brought, whose memory `.grad` may have taken.
 
     Args:
-        told, name: as in `when_final`.
+        told, name: as in `on_grad_accumulated`.
 
     Raises (in backward):
         RuntimeError: the owner is gone.

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from inspect import signature
 from types import MappingProxyType
 
-from armillary.codecs.codec import CODECS
+from armillary.codecs.registry import CODECS
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.planning.demand import LAYOUTS, Constraint, refuse_unlisted
 from armillary.plans.choice import Choice

@@ -10,10 +10,10 @@ Prices are seconds for as much data as one worker's batch: a step of N workers h
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from armillary.planning.expected import all_reduce_seconds
 from armillary.planning.pricing import Case, dense_update_seconds
 from armillary.planning.simulator import simulate
 from armillary.planning.stage_plan import plan_staged
+from armillary.planning.step_time import all_reduce_seconds
 from armillary.plans.choice import Choice
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile

@@ -33,7 +33,6 @@ from armillary.planning.constraints import (
     resolve,
 )
 from armillary.planning.demand import PRICE, Constraint
-from armillary.planning.expected import with_expected, with_slower_said
 from armillary.planning.grouping import WHOLE, by_clock, consensus_of, groups, sizes
 from armillary.planning.loop_schedules import WORTH, fitting, may_cut, noted, quickest, step_seconds
 from armillary.planning.memory import NothingFits, cheapest, fit, margin, menu, refuse_too_large
@@ -53,6 +52,7 @@ from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.planning.stage_plan import plan_staged, plan_uncut
 from armillary.planning.stage_request import staged_request
+from armillary.planning.step_time import with_expected, with_slower_said
 from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import exact_keywords
 from armillary.plans.mesh import Mesh

@@ -1,1 +1,151 @@
-"""What a plan is made of: models, machines, choices, requests, traces. Imports nothing of ours."""
+"""What a plan is made of: models, machines, choices, requests, traces. Imports nothing of ours.
+
+Names are imported when they are asked for, since requests and layouts bring torch, and the command line reads plans
+without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from armillary.plans.choice import Choice
+    from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
+    from armillary.plans.layout import Layout, layout_of
+    from armillary.plans.mesh import DATA, STAGE, Axis, Mesh
+    from armillary.plans.parameter import Numbers, ParameterFact, Reads, RowFacts, StageFact
+    from armillary.plans.plan import SIMULTANEOUS, Plan, model_fingerprint
+    from armillary.plans.profile import Profile
+    from armillary.plans.registry import Registry
+    from armillary.plans.requests import (
+        AllGather,
+        AllReduce,
+        AllToAll,
+        Labelled,
+        Message,
+        Program,
+        Receive,
+        Request,
+        Scope,
+        Send,
+        alone,
+        members,
+        sent_bytes,
+        summed,
+    )
+    from armillary.plans.topology import (
+        TURN_BYTES,
+        TURN_SECONDS,
+        CodingRate,
+        Link,
+        Processor,
+        RequestLink,
+        RowRate,
+        Topology,
+        UpdateRate,
+    )
+    from armillary.plans.trace import Event, Record, Trace
+    from armillary.plans.units import Page, Table, bytes_text, count_text, page_text, seconds_text
+
+__all__ = [
+    "DATA",
+    "DEPARTURES",
+    "EXACT",
+    "SIMULTANEOUS",
+    "STAGE",
+    "TURN_BYTES",
+    "TURN_SECONDS",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Axis",
+    "Choice",
+    "CodingRate",
+    "Event",
+    "Forecast",
+    "Group",
+    "Labelled",
+    "Layout",
+    "Link",
+    "Mesh",
+    "Message",
+    "Numbers",
+    "Page",
+    "ParameterFact",
+    "Plan",
+    "Processor",
+    "Profile",
+    "Program",
+    "Reads",
+    "Receive",
+    "Record",
+    "Registry",
+    "Request",
+    "RequestLink",
+    "RowFacts",
+    "RowRate",
+    "Scope",
+    "Send",
+    "StageFact",
+    "StagePlan",
+    "Table",
+    "Topology",
+    "Trace",
+    "UpdateRate",
+    "alone",
+    "bytes_text",
+    "count_text",
+    "layout_of",
+    "members",
+    "model_fingerprint",
+    "page_text",
+    "seconds_text",
+    "sent_bytes",
+    "summed",
+]
+
+_NAMES = {
+    "choice": ("Choice",),
+    "group": ("DEPARTURES", "EXACT", "Forecast", "Group", "StagePlan"),
+    "layout": ("Layout", "layout_of"),
+    "mesh": ("DATA", "STAGE", "Axis", "Mesh"),
+    "parameter": ("Numbers", "ParameterFact", "Reads", "RowFacts", "StageFact"),
+    "plan": ("SIMULTANEOUS", "Plan", "model_fingerprint"),
+    "profile": ("Profile",),
+    "registry": ("Registry",),
+    "requests": (
+        "AllGather",
+        "AllReduce",
+        "AllToAll",
+        "Labelled",
+        "Message",
+        "Program",
+        "Receive",
+        "Request",
+        "Scope",
+        "Send",
+        "alone",
+        "members",
+        "sent_bytes",
+        "summed",
+    ),
+    "topology": (
+        "TURN_BYTES",
+        "TURN_SECONDS",
+        "CodingRate",
+        "Link",
+        "Processor",
+        "RequestLink",
+        "RowRate",
+        "Topology",
+        "UpdateRate",
+    ),
+    "trace": ("Event", "Record", "Trace"),
+    "units": ("Page", "Table", "bytes_text", "count_text", "page_text", "seconds_text"),
+}
+_FILES = {name: file for file, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module 'armillary.plans' has no attribute {name!r}")
+    return getattr(import_module(f"armillary.plans.{_FILES[name]}"), name)

@@ -23,7 +23,7 @@ class Layout:
     Args of note:
         dtype: as in "float32".
         align: every tensor begins at a multiple of so many numbers.
-        is_guarded: whether the tail ends with a sick flag, 1 where this rank's numbers are not all finite.
+        is_guarded: whether the tail ends with a non-finite flag, 1 where this rank's numbers are not all finite.
     """
 
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class Layout:
 
     @property
     def tail(self) -> int:
-        """Numbers behind the values: a flag of use per tensor, and the sick flag."""
+        """Numbers behind the values: a flag of use per tensor, and the non-finite flag."""
         return len(self.names) + self.is_guarded
 
     @property

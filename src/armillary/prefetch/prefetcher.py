@@ -38,7 +38,7 @@ from armillary.exchanges.look_up import BITS, FIRST_COUNT, MADE, MOVED, PREDICTE
 from armillary.plans.group import PrefetchKind
 from armillary.plans.requests import Program
 from armillary.prefetch.predictor import LookupPredictor
-from armillary.tables.lookups import Rider
+from armillary.tables.lookups import PiggybackColumns
 from armillary.tables.table import LookUp, RowTable
 from armillary.transport.in_flight import InFlight, start_coalesced
 from armillary.transport.transport import Transport
@@ -253,14 +253,14 @@ class Prefetcher:
             if one.flight.wait is not None:
                 self.transport.let_go(one.flight.wait)
 
-    def ride(self, is_idle: bool) -> Rider:
+    def piggyback(self, is_idle: bool) -> PiggybackColumns:
         columns = self.announcement.columns
         if is_idle:
             columns[:, MADE] = sum(1 << one.bit for one in self.now.look_ups if one.is_taken)
             columns[:, MOVED] = sum(1 << one.bit for one in self.coming[0].look_ups if one.has_moved)
-        return Rider(columns, self._masks())
+        return PiggybackColumns(columns, self._masks())
 
-    def hear(self, columns: Tensor) -> None:
+    def receive_columns(self, columns: Tensor) -> None:
         self.heard = columns
 
     def begin_batch(self, batch: Callable[[], Sequence[Tensor]], last: Callable[[], Sequence[Tensor]]) -> None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
-from armillary.models.post_accumulate_hook import when_final
+from armillary.models.post_accumulate_hook import on_grad_accumulated
 from armillary.profiler.probe import UNSEEN, has_unseen_reader, rows_of
 from armillary.profiler.reads import LATE, NO_LOOKUPS, Lookups, WatchReads, merged
 
@@ -97,7 +97,7 @@ class LoopWatch(TorchDispatchMode):
     def hang_on(self) -> None:
         """Its hooks are on the parameters."""
         self._undo = [
-            when_final(parameter, self, partial(LoopWatch._arrived, name=name)).remove
+            on_grad_accumulated(parameter, self, partial(LoopWatch._arrived, name=name)).remove
             for name, parameter in self.parameters.items()
         ]
 

@@ -34,11 +34,11 @@ __all__ = [
     "StageTimes",
     "has_unseen_reader",
     "probe",
+    "profile_concurrently",
     "rows_of",
     "scalar_loss",
     "stage_seconds",
     "step_bytes",
-    "timed_at_once",
     "timed_step",
 ]
 
@@ -219,7 +219,7 @@ ROUND_SECONDS = 0.01  # a few slices of a scheduler
 ENOUGH_SECONDS, FEWEST_ROUNDS, ENOUGH_STEPS = 1.0, 6, 32
 
 
-def timed_at_once(
+def profile_concurrently(
     found: Profile, model: nn.Module, draw: Callable[[], Any], loss: Loss, transport: Transport
 ) -> Profile:
     """The profile with the stage times of this job: means over rounds, each of the rank that took longest in it. Every

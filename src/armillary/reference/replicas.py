@@ -106,9 +106,9 @@ class Replicas:
                 for number, group in enumerate(self.groups)
                 if group.exchange.carries == "gradient" and group.exchange.due(self.steps + 1)
             }
-            is_sick = any(float(parcel.sick) for given in parcels.values() for parcel in given)
+            is_nonfinite = any(float(parcel.nonfinite) for given in parcels.values() for parcel in given)
             for number, given in parcels.items():
-                self._exchange_gradients(number, given, is_sick and self.layouts[number].is_guarded)
+                self._exchange_gradients(number, given, is_nonfinite and self.layouts[number].is_guarded)
             self._average_beside(gradients)
             self._average_the_rest(gradients, parts)
         self._meet("before")
@@ -148,28 +148,28 @@ class Replicas:
             parcels.append(_parcel(layout, [None if one is None else one.to_dense() * part for one in found]))
         return parcels
 
-    def _exchange_gradients(self, number: int, parcels: list[Parcel], is_sick: bool) -> None:
-        """is_sick: some worker's numbers are not finite, of this group or of another that keeps a state."""
+    def _exchange_gradients(self, number: int, parcels: list[Parcel], is_nonfinite: bool) -> None:
+        """is_nonfinite: some worker's numbers are not finite, of this group or of another that keeps a state."""
         layout = self.layouts[number]
-        for worker, result in enumerate(self._moved(number, parcels, is_sick)[: len(self.optimizers)]):
+        for worker, result in enumerate(self._moved(number, parcels, is_nonfinite)[: len(self.optimizers)]):
             for place, (name, (begin, end)) in enumerate(zip(layout.names, layout.spans, strict=True)):
                 parameter = self.named[worker][name]
                 mean = _as(parameter, result.values[begin:end].clone())
-                mean = torch.full_like(mean, float("nan")) if is_sick else mean
+                mean = torch.full_like(mean, float("nan")) if is_nonfinite else mean
                 parameter.grad = mean if any(float(parcel.used[place]) for parcel in parcels) else None
 
     def _exchange_weights(self, number: int) -> None:
         layout = self.layouts[number]
         parcels = [_parcel(layout, [named[name].detach() for name in layout.names]) for named in self.named]
-        for named, result in zip(self.named, self._moved(number, parcels, is_sick=False), strict=True):
+        for named, result in zip(self.named, self._moved(number, parcels, is_nonfinite=False), strict=True):
             for name, (begin, end) in zip(layout.names, layout.spans, strict=True):
                 named[name].copy_(_as(named[name], result.values[begin:end]))
 
-    def _moved(self, number: int, parcels: list[Parcel], is_sick: bool) -> list[Parcel]:
-        """The results; states go on, but for what may not: of a sick step, and of what nobody used."""
+    def _moved(self, number: int, parcels: list[Parcel], is_nonfinite: bool) -> list[Parcel]:
+        """The results; states go on, but for what may not: of a step that is not finite, and of what nobody used."""
         layout, before = self.layouts[number], self.states[number]
         results, after = self.answer(self.groups[number].exchange, parcels, before)
-        if is_sick:
+        if is_nonfinite:
             return results
         for was, state in zip(before, after, strict=True):
             for place in range(len(layout.names)):

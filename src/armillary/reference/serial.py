@@ -173,18 +173,18 @@ class Crossing:
             tail += [float(not bool(values.isfinite().all()))] * layout.is_guarded
             parcels.append(Parcel(values, torch.tensor(tail, dtype=torch.float64), layout))
         results, after = self.exchange.oracle(parcels, self.states)
-        is_sick = any(parcel.sick for parcel in parcels)
+        is_nonfinite = any(parcel.nonfinite for parcel in parcels)
         is_used = [any(theirs[number] is not None for theirs in gradients) for number in range(len(layout.names))]
         for was, state in zip(self.states, after, strict=True):
             for number, used in enumerate(is_used):
-                for entry, value in state.items() if is_sick or not used else ():
+                for entry, value in state.items() if is_nonfinite or not used else ():
                     begin, end = self.exchange.span(entry, layout, number)
                     value[begin:end] = was[entry][begin:end]
         self.states = after
         found: list[Tensor | None] = []
         for used, like, (begin, end) in zip(is_used, self.members, layout.spans, strict=True):
             mean = lying_as(like, results[0].values[begin:end].clone())
-            found.append((torch.full_like(mean, float("nan")) if is_sick else mean) if used else None)
+            found.append((torch.full_like(mean, float("nan")) if is_nonfinite else mean) if used else None)
         return found
 
 

@@ -197,25 +197,25 @@ class Bucket:
             listed.numbers[None], listed.values, self.parameters[index].shape, is_coalesced=True, check_invariants=False
         )
 
-    def seal(self, scale: float, counts: bool = True, part: float = 1.0) -> Parcel:
+    def seal(self, scale: float, contributes: bool = True, mean_weight: float = 1.0) -> Parcel:
         """What is to be sent. Parameters that got no gradient in this backward count as what they hold, or zero; a
         rank that does not count uses none.
 
         Args:
-            part: what all values are multiplied by besides, where it was not known when they were deposited.
+            mean_weight: what all values are multiplied by besides, where it was not known when they were deposited.
         """
-        used = [float(counts)] * len(self.parameters)
+        used = [float(contributes)] * len(self.parameters)
         for index in sorted(self.waiting):
             if self.parameters[index].grad is None:
                 self._zero(index)
                 used[index] = 0.0
             else:  # gradients accumulated earlier without an exchange
                 self.deposit(index, scale)
-        if part != 1:
-            self.rows = {index: replace(rows, values=rows.values * part) for index, rows in self.rows.items()}
+        if mean_weight != 1:
+            self.rows = {index: replace(rows, values=rows.values * mean_weight) for index, rows in self.rows.items()}
             for index, view in enumerate(self.views):
                 if index not in self.rows:
-                    view.mul_(part)
+                    view.mul_(mean_weight)
         return self._parcel(used)
 
     def _zero(self, index: int) -> None:

@@ -3,7 +3,8 @@
 The next state counts only when the result has landed, and what may not enter it is decided here for every exchange
 alike. Where some rank's gradients are not finite, no state moves on any rank: gradients become NaN everywhere (a
 GradScaler then skips the step on all ranks). That holds for all groups of a backward that keep states, whichever of
-them it was. Weights that are not finite are never sent (`meeting.py`). Where no rank used a parameter, its state stays.
+them it was. Weights that are not finite are never sent (`weight_averaging.py`). Where no rank used a parameter, its
+state stays.
 """
 
 import warnings
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.averaged_gradients import averaging
-from armillary.exchanges.dense import DenseExchange, Meeting, Moved
+from armillary.exchanges.dense import DenseExchange, Meeting, PushResult
 from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.requests import Program, Scope
 from armillary.runtime.bucket import Bucket, layout_beside
 
-__all__ = ["TWICE", "DenseUnit", "dense_unit", "sick_together", "warned_of_a_second_push"]
+__all__ = ["TWICE", "DenseUnit", "dense_unit", "nonfinite_together", "warned_of_a_second_push"]
 
 TWICE = (
     "got a gradient twice in one backward: it is used in several parts under reentrant activation checkpointing, or "
@@ -114,20 +115,20 @@ class DenseUnit:
             self.bucket.set_apart()
         return self.bucket.weigh_in()
 
-    def push(self, parcel: Parcel, place: RankInfo) -> Program[Moved]:
+    def push(self, parcel: Parcel, place: RankInfo) -> Program[PushResult]:
         """What the exchange carries."""
         return self.exchange.push(parcel, self.state, place)
 
-    def send(self, parcel: Parcel, place: RankInfo) -> Program[Moved]:
+    def send(self, parcel: Parcel, place: RankInfo) -> Program[PushResult]:
         """Gradients, by their carrier of this backward."""
         assert self.carrier is not None
         return self.carrier.push(parcel, self.state, place)
 
-    def take_gradients(self, moved: Moved) -> None:
+    def take_gradients(self, moved: PushResult) -> None:
         """The result has landed: `.grad` becomes final."""
         self.bucket.withdraw(self._landed(moved, self.bucket))
 
-    def means(self, moved: Moved, bucket: Bucket) -> dict[nn.Parameter, Tensor]:
+    def means(self, moved: PushResult, bucket: Bucket) -> dict[nn.Parameter, Tensor]:
         """The result has landed: the final gradients, of the parameters that some rank used.
 
         Args:
@@ -135,9 +136,9 @@ class DenseUnit:
         """
         return bucket.means(self._landed(moved, bucket))
 
-    def _landed(self, moved: Moved, bucket: Bucket) -> Parcel:
+    def _landed(self, moved: PushResult, bucket: Bucket) -> Parcel:
         result, _ = moved
-        if result.sick:
+        if result.nonfinite:
             for view in bucket.views:  # not what lies between them, which the next parcel holds too
                 view.fill_(float("nan"))
             result = result.answered(bucket.values, result.tail)
@@ -145,15 +146,15 @@ class DenseUnit:
             self._commit(moved)
         return result
 
-    def take_weights(self, moved: Moved) -> None:
+    def take_weights(self, moved: PushResult) -> None:
         """The result has landed: it replaces the weights."""
         self.bucket.weigh_out(moved[0])
         self._commit(moved)
 
-    def _commit(self, moved: Moved) -> None:
+    def _commit(self, moved: PushResult) -> None:
         result, state = moved
-        self.pushes, self.skipped = self.pushes + 1, self.skipped + bool(result.sick)
-        if not self.exchange.is_guarded or result.sick:
+        self.pushes, self.skipped = self.pushes + 1, self.skipped + bool(result.nonfinite)
+        if not self.exchange.is_guarded or result.nonfinite:
             return
         unused = [number for number, used in enumerate(result.used.tolist()) if used == 0]
         self.state = self._without(unused, state) if unused else state
@@ -168,17 +169,19 @@ class DenseUnit:
         return kept
 
 
-def sick_together(landed: Sequence[Any], units: Sequence[object]) -> list[Any]:
-    """What came back of these units in one backward: where one of them is sick, all are that keep a state, since the
-    step that would apply their gradients is left out."""
+def nonfinite_together(landed: Sequence[Any], units: Sequence[object]) -> list[Any]:
+    """What came back of these units in one backward: where one of them is not finite, none is that keeps a state, since
+    the step that would apply their gradients is left out."""
     guarded = [isinstance(unit, DenseUnit) and unit.exchange.is_guarded for unit in units]
-    most = max((moved[0].sick for moved, is_guarded in zip(landed, guarded, strict=True) if is_guarded), default=0.0)
+    most = max(
+        (moved[0].nonfinite for moved, is_guarded in zip(landed, guarded, strict=True) if is_guarded), default=0.0
+    )
     if not most:
         return list(landed)
-    return [_sick(moved, most) if is_guarded else moved for moved, is_guarded in zip(landed, guarded, strict=True)]
+    return [_nonfinite(moved, most) if is_guarded else moved for moved, is_guarded in zip(landed, guarded, strict=True)]
 
 
-def _sick(moved: Moved, ranks: float) -> Moved:
+def _nonfinite(moved: PushResult, ranks: float) -> PushResult:
     result, state = moved
     return replace(result, tail=torch.cat([result.tail[:-1], result.tail.new_tensor([ranks])])), state
 

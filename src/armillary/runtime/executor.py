@@ -25,21 +25,21 @@ from torch.autograd import Variable
 
 from armillary.models.post_accumulate_hook import after_hooks
 from armillary.plans.requests import Program, summed
-from armillary.runtime.dense_unit import TWICE, DenseUnit, sick_together, warned_of_a_second_push
-from armillary.runtime.in_backward import Backward, refuse_taken
-from armillary.runtime.meeting import meet
-from armillary.runtime.rank_options import (
+from armillary.runtime.backward_hooks import Backward, refuse_taken
+from armillary.runtime.dense_unit import TWICE, DenseUnit, nonfinite_together, warned_of_a_second_push
+from armillary.runtime.loop_agreement import (
     BACKWARD,
     STEPS,
     WROTE,
     LastOptions,
-    Word,
-    Words,
+    RankState,
+    RankStates,
+    exchange_states,
     refuse_written,
-    said,
     unlike_options,
 )
 from armillary.runtime.replica_checks import alike
+from armillary.runtime.weight_averaging import meet
 from armillary.tables.lookups import LookUps, NoPrefetch, Prefetch, TableNorms
 from armillary.tables.table import RowTable
 from armillary.transport.in_flight import InFlight, see_through, start_coalesced
@@ -66,7 +66,7 @@ class Executor:
 
     mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync. on_settled: called, on every rank
     alike, when all gradients of a backward are final. loss_scale: by which the loop multiplies its losses now.
-    on_own: shown this rank's own gradients, with the names of their parameters, before others join them.
+    on_local_grads: shown this rank's own gradients, with the names of their parameters, before others join them.
     """
 
     units: Sequence[DenseUnit | RowUnit]
@@ -75,7 +75,7 @@ class Executor:
     on_settled: Callable[[], None] = lambda: None
     loss_scale: Callable[[], float] = lambda: 1.0
     prefetch: Prefetch = field(default_factory=NoPrefetch)
-    on_own: Callable[[Sequence[str], Sequence[Tensor | None]], None] = lambda names, gradients: None
+    on_local_grads: Callable[[Sequence[str], Sequence[Tensor | None]], None] = lambda names, gradients: None
     is_syncing: bool = True
     is_open: bool = False
     task: int = -1  # the backward in which the exchange was opened, by torch's number
@@ -84,15 +84,15 @@ class Executor:
     is_warned: bool = False  # that one step's gradients are coded twice
     settled: int = 0  # backwards that were exchanged
     weight: float = 1.0
-    part: float = 1.0  # of the mean that this rank's gradients are, where weights say so
-    weighing: InFlight | None = None  # asks for the sum of weights
-    is_phantom: bool = False  # this rank's data have run out: what it computes counts for nothing
-    is_owing: bool = False  # gradients that count wait for an exchange
+    mean_weight: float = 1.0  # of the mean that this rank's gradients are, where weights say so
+    weight_sum: InFlight | None = None  # asks for the sum of weights
+    is_exhausted: bool = False  # this rank's data have run out: what it computes counts for nothing
+    has_unsynced_grads: bool = False  # gradients that count wait for an exchange
     with_data: int = 0  # the first rank whose data have not run out
     options: LastOptions = field(default_factory=lambda: LastOptions(()))  # with which optimizers stepped last
     doing: int = BACKWARD
     late: list[int] = field(default_factory=list)  # ranks that took part in the last exchange in their step only
-    saying: Callable[[], Words] | None = None  # the wait for what every rank says of itself
+    state_wait: Callable[[], RankStates] | None = None  # the wait for what every rank says of itself
     seen: list[tuple[Tensor | None, int]] = field(default_factory=list)  # gradients then, with their versions
     leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
     flights: list[InFlight] = field(default_factory=list)
@@ -123,22 +123,24 @@ class Executor:
 
     @property
     def declared_weight(self) -> float:
-        return self.weight if self.counts else 0.0
+        return self.weight if self.contributes else 0.0
 
     @property
-    def counts(self) -> bool:
-        return self.is_owing or not self.is_phantom
+    def contributes(self) -> bool:
+        return self.has_unsynced_grads or not self.is_exhausted
 
-    def stand_by(self, is_phantom: bool) -> None:
+    def set_exhausted(self, is_exhausted: bool) -> None:
         """This rank's data have run out, or there are some again. What had been accumulated before still counts, so
         gradients are silenced where they arise and not where they leave."""
-        if is_phantom == self.is_phantom:
+        if is_exhausted == self.is_exhausted:
             return
-        self.is_phantom = self.look_ups.is_phantom = is_phantom
+        self.is_exhausted = self.look_ups.is_exhausted = is_exhausted
         for unmute in self.mutes:
             unmute()
         dense = [p for unit in self.units if isinstance(unit, DenseUnit) for p in unit.bucket.parameters]
-        self.mutes = [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_phantom else []
+        self.mutes = (
+            [p.register_hook(torch.zeros_like).remove for p in dense if p.requires_grad] if is_exhausted else []
+        )
 
     def refuse_cast(self) -> None:
         """
@@ -151,14 +153,16 @@ class Executor:
 
     def throw_away(self, tables: Sequence[RowTable], others: Sequence[Tensor]) -> None:
         """What accumulated of these tables is dropped, as that of dense parameters was. others: may owe still."""
-        if self.is_owing:
+        if self.has_unsynced_grads:
             for table in tables:
                 table.drop_accumulated()
-            self.is_owing = any(one.grad is not None for one in others) or any(one.accumulates for one in self.tables)
+            self.has_unsynced_grads = any(one.grad is not None for one in others) or any(
+                one.accumulates for one in self.tables
+            )
 
     def release(self) -> None:
         """Takes its hooks off the parameters; asks nobody."""
-        self.stand_by(False)
+        self.set_exhausted(False)
         for remove in self.removals:
             remove()
 
@@ -189,7 +193,7 @@ class Executor:
 
     def _is_leaving(self) -> bool:
         """Notes a gradient; whether it is exchanged now or accumulates."""
-        self.is_owing |= not self.is_phantom
+        self.has_unsynced_grads |= not self.is_exhausted
         self.is_settled &= self.is_syncing  # what accumulates after an exchange must be exchanged before the step
         return self.is_syncing
 
@@ -206,8 +210,8 @@ class Executor:
         self.leaving = [unit for unit in self.units if isinstance(unit, RowUnit) or unit.leaves]
         if self.mean == "weights" and self.leaving and not self.look_ups.pulled:
             mine = torch.tensor([self.declared_weight], dtype=torch.float64)
-            self.weighing = InFlight(summed(mine), "weights", 0)
-            start_coalesced([self.weighing], self.transport)
+            self.weight_sum = InFlight(summed(mine), "weights", 0)
+            start_coalesced([self.weight_sum], self.transport)
         self.task = torch._C._current_graph_task_id()
         if self.task != -1:
             Variable._execution_engine.queue_callback(self._end)
@@ -242,9 +246,9 @@ class Executor:
 
     def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
-            self.look_ups.meet_in_backward(self.declared_weight, self._word(self.doing).rest)
-            self.part = self._part() if self.mean == "weights" else 1.0
-            self._say()
+            self.look_ups.meet_in_backward(self.declared_weight, self._state(self.doing).rest)
+            self.mean_weight = self._mean_weight() if self.mean == "weights" else 1.0
+            self._send_state()
         with torch.no_grad():
             program, requests = self._program(unit)
         flight = InFlight(program, unit.name, requests - 1)
@@ -255,8 +259,8 @@ class Executor:
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
-            parcel = unit.bucket.seal(self.scale, self.counts, self.part)
-            self.on_own(unit.bucket.layout.names, unit.bucket.own)
+            parcel = unit.bucket.seal(self.scale, self.contributes, self.mean_weight)
+            self.on_local_grads(unit.bucket.layout.names, unit.bucket.own)
             if unit.exchange.is_guarded:
                 parcel = replace(parcel, scale=self.loss_scale())
             return unit.send(parcel, self.transport.place), unit.carrier.requests if unit.carrier else 0
@@ -265,8 +269,8 @@ class Executor:
         self.look_ups.join_unread(table)
         if not table.pending:
             return _nothing(), 0
-        gradients, routes = table.take_gradients(self.scale * self.part)
-        self.on_own([table.name] * len(gradients), gradients)
+        gradients, routes = table.take_gradients(self.scale * self.mean_weight)
+        self.on_local_grads([table.name] * len(gradients), gradients)
         push = table.exchange.push(gradients, routes, table.ownership, table.place)
         return push, table.exchange.push_requests
 
@@ -291,45 +295,45 @@ class Executor:
         with torch.no_grad():
             for unit in self.units:
                 if isinstance(unit, DenseUnit) and not unit.leaves:  # each rank steps by its own
-                    self.on_own(unit.bucket.layout.names, [one.grad for one in unit.parameters])
+                    self.on_local_grads(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
-            landed = sick_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
-            self._hear()
+            landed = nonfinite_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
+            self._read_states()
             self.backward.end()
             for unit, result in zip(self.leaving, landed, strict=True):
-                self._take_home(unit, result)
+                self._apply(unit, result)
         self.flights = []
-        self.is_open = self.is_owing = False
+        self.is_open = self.has_unsynced_grads = False
         self.is_settled = with_tables or not self.tables
         self.settled += 1
         self.norms.forget()
         self.seen = self._versions() if self.late else []
         self.on_settled()
 
-    def _word(self, doing: int) -> Word:
-        return Word(self.transport.step, doing, self.options.number)
+    def _state(self, doing: int) -> RankState:
+        return RankState(self.transport.step, doing, self.options.number)
 
-    def _ask(self, doing: int) -> Callable[[], Words]:
+    def _ask_states(self, doing: int) -> Callable[[], RankStates]:
         """For what every rank says of itself, where no look-up brings it."""
-        flight = InFlight(said(self._word(doing), self.transport.place.workers), "rank states", 0)
+        flight = InFlight(exchange_states(self._state(doing), self.transport.place.workers), "rank states", 0)
         start_coalesced([flight], self.transport)
         return partial(flight.finish, self.transport)
 
-    def _say(self) -> None:
+    def _send_state(self) -> None:
         """Before the first group leaves, when every rank is in its backward; not where nodes go on apart."""
         crosses_all = any(isinstance(unit, RowUnit) or unit.crosses_all for unit in self.leaving)
         if self.look_ups.pulled:
-            self.saying = partial(Words.told, self.transport.step, self.look_ups.words)
+            self.state_wait = partial(RankStates.told, self.transport.step, self.look_ups.words)
         elif self.transport.place.workers > 1 and crosses_all:
-            self.saying = self._ask(self.doing)
+            self.state_wait = self._ask_states(self.doing)
 
-    def _hear(self) -> None:
+    def _read_states(self) -> None:
         """All that was sent has landed."""
         self.late = []
-        if self.saying is None:
+        if self.state_wait is None:
             return
         with self.transport.unrecorded():
-            heard, self.saying = self.saying(), None
+            heard, self.state_wait = self.state_wait(), None
             self.late = heard.late if len(heard.late) < len(heard.words) else []
             everyones = self.transport.share(self.options.options) if not heard.has_one_option else []
         if unlike := unlike_options(dict(enumerate(everyones))):
@@ -359,17 +363,17 @@ class Executor:
         with self.transport.unrecorded(), self.transport.within("step"):
             if self.look_ups.pulled:
                 self.look_ups.serve_until("late")
-            heard = self._ask(WROTE if wrote else STEPS)()
+            heard = self._ask_states(WROTE if wrote else STEPS)()
         late, self.late, self.seen = self.late, [], []
         refuse_written(heard, late)
 
-    def _part(self) -> float:
+    def _mean_weight(self) -> float:
         """What this rank declared over what all did; known from the look-ups' headers, else asked for."""
-        asked, self.weighing = self.weighing, None
+        asked, self.weight_sum = self.weight_sum, None
         total = sum(self.look_ups.weights) if asked is None else float(asked.finish(self.transport))
         return self.declared_weight / (total or 1.0)
 
-    def _take_home(self, unit: DenseUnit | RowUnit, result: Any) -> None:
+    def _apply(self, unit: DenseUnit | RowUnit, result: Any) -> None:
         if isinstance(unit, DenseUnit):
             unit.take_gradients(result)
             return

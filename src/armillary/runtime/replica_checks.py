@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from armillary.plans.requests import summed
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.runtime.rank_options import Option, unlike_options
+from armillary.runtime.loop_agreement import Option, unlike_options
 from armillary.transport.agreement import checksum
 from armillary.transport.transport import Transport
 
 __all__ = [
     "LABEL",
-    "Alikeness",
     "BufferPlace",
     "Buffers",
-    "HeldAlike",
+    "DriftReport",
+    "ReplicatedState",
     "alike",
     "buffers_of",
     "compare",
@@ -125,7 +125,7 @@ BLOCK = 1 << 20  # numbers that are compared at once
 
 
 @dataclass(frozen=True, eq=False)
-class HeldAlike:
+class ReplicatedState:
     """What this rank holds, of which every other that holds it has the same. parameters: by name. options: of the
     optimizer that steps them."""
 
@@ -133,7 +133,7 @@ class HeldAlike:
     options: Sequence[Option] = ()
 
 
-class Alikeness(NamedTuple):
+class DriftReport(NamedTuple):
     """The same on every rank; empty where there is nothing to say."""
 
     error: str = ""
@@ -171,14 +171,14 @@ def is_looked_at(step: int) -> bool:
 
 
 @torch.no_grad()  # a watch over the loop takes it for no read of the loop's
-def compare(held: HeldAlike, transport: Transport, when: str) -> Alikeness:
+def compare(held: ReplicatedState, transport: Transport, when: str) -> DriftReport:
     """Collective. Whether ranks that hold the same parameters hold them alike, bit for bit; else by how much not.
 
     Args:
         when: as in "after step 3"; begins what is said.
     """
     if transport.place.workers == 1:
-        return Alikeness()
+        return DriftReport()
     mine = _Told(
         {name: checksum(value) for name, value in held.parameters.items()},
         {name: tuple(value.shape) for name, value in held.parameters.items()},
@@ -192,13 +192,13 @@ def compare(held: HeldAlike, transport: Transport, when: str) -> Alikeness:
         names = len({one.name for one in found if one.share > ROUNDING})
         more = f" (and {names - 1} more)" if names > 1 else ""
         said = f"{when} the ranks no longer hold {worst.name}{more} alike: {_by(worst)}{options}"
-        return Alikeness(error=f"{said}. {ADVICE}")
+        return DriftReport(error=f"{said}. {ADVICE}")
     if options:
-        return Alikeness(error=f"{when} the ranks' optimizers differ{options}. {ADVICE}")
+        return DriftReport(error=f"{when} the ranks' optimizers differ{options}. {ADVICE}")
     if worst is not None and worst.share > 0:
         said = f"{when} the ranks no longer hold {worst.name} alike to the last bit: {_by(worst)}"
-        return Alikeness(warning=f"{said}; unlike processors round otherwise, and this grows slowly")
-    return Alikeness()
+        return DriftReport(warning=f"{said}; unlike processors round otherwise, and this grows slowly")
+    return DriftReport()
 
 
 ADVICE = (
@@ -222,7 +222,7 @@ def _unlike_options(everyones: Sequence[_Told]) -> str:
     return ""
 
 
-def _far_apart(held: HeldAlike, transport: Transport, everyones: Sequence[_Told]) -> list[_Apart]:
+def _far_apart(held: ReplicatedState, transport: Transport, everyones: Sequence[_Told]) -> list[_Apart]:
     """Collective where checksums differ: every parameter is compared with that of a rank whose checksum most have."""
     shapes = {name: shape for theirs in everyones for name, shape in theirs.shapes.items()}
     found = []
@@ -253,13 +253,13 @@ def _distance(value: Tensor | None, shape: tuple[int, ...], transport: Transport
     return float((square / (whole or 1.0)) ** 0.5) if square else 0.0
 
 
-def warn(comparison: Alikeness, transport: Transport) -> None:
+def warn(comparison: DriftReport, transport: Transport) -> None:
     """Rank 0 says what is no more than rounding."""
     if comparison.warning and transport.place.rank == 0:
         warnings.warn(comparison.warning, stacklevel=2)
 
 
-def refuse_drift(held: Callable[[], HeldAlike], transport: Transport, serve: Callable[[], None]) -> None:
+def refuse_drift(held: Callable[[], ReplicatedState], transport: Transport, serve: Callable[[], None]) -> None:
     """After a step, on all ranks: looks in steps 3, 10, 100 and every 1,000.
 
     Args:

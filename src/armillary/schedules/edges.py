@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from armillary.codecs.codec import Codec, Draw, codec_of
 from armillary.codecs.edges import guarded
+from armillary.codecs.registry import Codec, Draw, codec_of
 from armillary.plans.choice import Choice
 from armillary.schedules.random_streams import place_seed
 from armillary.schedules.schedule import Cell, Schedule

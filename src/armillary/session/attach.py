@@ -31,7 +31,7 @@ from armillary.session.validation import (
 from armillary.tables.optimizers import as_one
 from armillary.transport.groups import workers_in
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Patience
+from armillary.transport.watchdog import Timeouts
 
 __all__ = ["attach", "attach_over", "begin_run"]
 
@@ -94,11 +94,11 @@ def attach(
     """
     job = TrainJob(model, as_one(optimizer), loss, example, seed, first_step, scaler, check_data, broadcast_buffers)
     job = replace(job, profile=profile, topology=topology, check_finite=check_finite)
-    patience = Patience(report_after, timeout)
+    timeouts = Timeouts(report_after, timeout)
     workers = workers_in(process_group)
     if workers % plan.workers_per_node:  # no groups can be opened, to hear what other ranks say
         raise ValueError(f"attach: {other_workers(plan, workers)}")
-    transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
+    transport = Transport(plan.workers_per_node, check_order, timeouts, turn_bytes_on(topology), process_group)
     return begin_run(transport, plan, job)
 
 

@@ -127,7 +127,7 @@ def _connections(plans: Mapping[str, Plan], topology: Topology | None, beside: T
     """By workers per node. Plans alike in this use the same: a job has one plan, and those of the others would be idle
     threads that wake in its turns."""
     packings = dict.fromkeys(plan.workers_per_node for plan in plans.values())
-    as_there: dict[str, Any] = {"patience": beside.watchdog.patience, "process_group": beside.open_groups.parent}
+    as_there: dict[str, Any] = {"timeouts": beside.watchdog.timeouts, "process_group": beside.open_groups.parent}
     return {count: Transport(count, turn_bytes=turn_bytes_on(topology), **as_there) for count in packings}
 
 

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from armillary.prefetch.batches import leaves
 from armillary.runtime.bucket import other_form
 from armillary.session.schedule_validation import gradient_hooks, step_hooks
-from armillary.session.stage_setup import Parts
+from armillary.session.stage_setup import StageSetup
 from armillary.session.workload import Batch
 from armillary.tables.optimizers import kind_of
 from armillary.transport.agreement import checksum
 from armillary.transport.transport import Transport
 
-__all__ = ["TakenOver", "refuse_other_batches", "take_over"]
+__all__ = ["AttachedState", "attached_state", "refuse_other_batches"]
 
 
 def refuse_other_batches(transport: Transport, wanted: range, batches: Sequence[Batch]) -> None:
@@ -51,7 +51,7 @@ Kind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, eq=False)
-class TakenOver:
+class AttachedState:
     """
     Args of note:
         who: begins every complaint: the rank and its schedule.
@@ -173,11 +173,11 @@ def _turn(parameters: Iterable[nn.Parameter]) -> None:
         parameter.requires_grad_(not parameter.requires_grad)
 
 
-def take_over(who: str, parts: Parts) -> TakenOver:
+def attached_state(who: str, parts: StageSetup) -> AttachedState:
     """As they are now, with what the run has put into them; step hooks of the user's there are none."""
     model, optimizer = parts.job.model, parts.job.optimizer
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules()) if parts.is_traced else {}
-    return TakenOver(
+    return AttachedState(
         who,
         optimizer,
         parameters,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.codecs.codec import CODECS, codec_of
 from armillary.codecs.packing import all_finite
+from armillary.codecs.registry import CODECS, codec_of
 from armillary.exchanges.coded import coded
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel
@@ -95,7 +95,7 @@ class CodedSum:
                 f"together have {everyones}; give every rank's part the same shape"
             )
         total: Tensor = result.values[: part.numel()].view(part.shape)
-        return torch.full_like(total, float("nan")) if result.sick else total
+        return torch.full_like(total, float("nan")) if result.nonfinite else total
 
 
 class _Sum(torch.autograd.Function):

@@ -30,12 +30,12 @@ from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology, read_kept
 from armillary.plans.trace import Trace
 from armillary.session.band import Band
-from armillary.session.events import Decided
+from armillary.session.events import PlannedJob
 from armillary.session.job import Job
-from armillary.session.measured import Middle, foreseen, seen_in
+from armillary.session.measured import Quartiles, measured_in, run_forecast
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.run_folder import keep_decision, refuse_not_ended
-from armillary.session.tally import OTHER, STEP, EdgeLabels, way_of
+from armillary.session.traffic_meter import OTHER, STEP, EdgeLabels, way_of
 from armillary.transport.agreement import by_rank_zero
 
 __all__ = ["Compared", "ComparedLine", "compare_run", "kept_report"]
@@ -72,12 +72,12 @@ def kept_report(run: Job, folder: Path) -> Report:
         "peak_bytes": None, "resident_bytes": None, "step_seconds": report.step_seconds,
         "from_step": last - report.steps, "steps": last,
     }  # fmt: skip
-    decided = Decided(profile, topology, run.plan)
+    decided = PlannedJob(profile, topology, run.plan)
     by_rank_zero(run.transport, lambda: _write(folder, decided, trace, json.dumps(told, indent=2)))
     return report
 
 
-def _write(folder: Path, decided: Decided, trace: Trace, summary: str) -> None:
+def _write(folder: Path, decided: PlannedJob, trace: Trace, summary: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         keep_decision(folder, decided)
@@ -103,7 +103,7 @@ class ComparedLine:
     forecast: Forecast | None
     measured: Forecast
     outside: tuple[str, ...]
-    middle: Middle | None = None
+    middle: Quartiles | None = None
     passes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -148,9 +148,9 @@ def compare_run(folder: Path, band: Band) -> Compared:
     trace: Trace = _file(folder, "trace", Trace)
     summary: _Summary = _file(folder, "summary", _Summary)
     case = Case(_file(folder, "profile", Profile), _file(folder, "topology", Topology), assumptions_behind(plan))
-    forecasts = foreseen(plan, case, summary.steps)
+    forecasts = run_forecast(plan, case, summary.steps)
     _refuse_other_plan(folder, plan, trace, summary)
-    found, seen = seen_in(trace, plan), list[ComparedLine]()
+    found, seen = measured_in(trace, plan), list[ComparedLine]()
     for line in summary.comparison:
         name, held = line["group"], Forecast(**line["measured"])
         middle = found.seconds(name)
@@ -163,7 +163,7 @@ def compare_run(folder: Path, band: Band) -> Compared:
     seen[len(plan.groups) : len(plan.groups)] = [
         ComparedLine(edge, "edge", forecast, Forecast(found.edge(edge).sent_bytes, 0.0, middle.median), (), middle)
         for edge, forecast in sorted(forecasts.edges.items(), key=lambda one: EdgeLabels.order(one[0]))
-        for middle in [Middle.of([*found.edge(edge).seconds.values()])]
+        for middle in [Quartiles.of([*found.edge(edge).seconds.values()])]
     ]
     shown = (expected, whole)
     if summary.peak_bytes is None:

@@ -303,7 +303,7 @@ def even_batches(
             if with_data is None:
                 return
             at_work().with_data = with_data
-            at_work().stand_by(batch is None)
+            at_work().set_exhausted(batch is None)
             if executor is at_work():  # a plan that came since prefetches from the next loop on
                 prefetch.begin_batch(partial(leaves, last), lambda: leaves(source.glance()))
             if batch is not None:
@@ -313,7 +313,7 @@ def even_batches(
     finally:
         source.leave()
         prefetch.end_loop()
-        at_work().stand_by(False)
+        at_work().set_exhausted(False)
         at_work().with_data = 0
 
 

@@ -30,10 +30,10 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from armillary.models.post_accumulate_hook import after_hooks
-from armillary.runtime.in_backward import refuse_step_inside, refuse_taken
+from armillary.runtime.backward_hooks import refuse_step_inside, refuse_taken
 from armillary.runtime.replica_checks import alike
 from armillary.schedules.clipping import Clip, square_of_stage
-from armillary.session.stage_setup import Parts, beside_bytes, replicas_of
+from armillary.session.stage_setup import StageSetup, beside_bytes, replicas_of
 from armillary.session.workload import Batch
 from armillary.stages.optimizer_step import Options, clipped, options_of, refuse_own_options, step_with
 from armillary.stages.reducer import Means, Reducer
@@ -252,7 +252,7 @@ class OwnLoop:
 class OwnLoopEngine:
     teller = None
 
-    def __init__(self, parts: Parts, before_step: Callable[[], None], after_step: Callable[[], None]) -> None:
+    def __init__(self, parts: StageSetup, before_step: Callable[[], None], after_step: Callable[[], None]) -> None:
         """before_step, after_step: called when a step of the loop begins, and when it is over."""
         clip, within = parts.options.clip, partial(parts.transport.within, "backward")
         change = unchanged if clip is None else partial(_clipped, clip, list(parts.job.model.parameters()))

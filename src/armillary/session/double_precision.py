@@ -30,7 +30,7 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.session.workload import Batch, Workload
 
-__all__ = ["InDouble", "ask_for_repeatable", "doubled", "forced", "is_repeatable"]
+__all__ = ["InDouble", "ask_for_repeatable", "doubled", "is_repeatable", "uniform_plan"]
 
 VARIABLE, MODE = "MKL_CBWR", "COMPATIBLE"
 
@@ -45,7 +45,7 @@ def is_repeatable() -> bool:
     return not torch.backends.mkl.is_available() or os.environ.get(VARIABLE, "") not in ("", "OFF")
 
 
-def forced(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Plan:
+def uniform_plan(profile: Profile, exchange: Choice, workers_per_node: int = 1) -> Plan:
     """Every trained parameter by `exchange`; by all_reduce where a row exchange meets one that is not read by row.
 
     Raises:

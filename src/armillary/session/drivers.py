@@ -24,11 +24,11 @@ from armillary.plans.registry import Registry
 from armillary.schedules.method import OWNED_LOOP, USER_LOOP
 from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.session.data_check import FirstBatches
+from armillary.session.health import agree_on_found_inf
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.job import Job, TrainJob
 from armillary.session.load import load, reload
-from armillary.session.replica_checks import agree_on_found_inf
 from armillary.session.schedule_engine import OwnedLoop
 from armillary.session.schedule_validation import owned_misfit
 from armillary.session.validation import refuse_on_every_rank, why_not_apart, why_unfit
@@ -38,7 +38,7 @@ from armillary.tables.optimizers import members
 from armillary.transport.agreement import begin_alike
 from armillary.transport.transport import Transport
 
-__all__ = ["DRIVERS", "Driver", "Opened", "all_or_nothing", "driver_of", "other_nodes"]
+__all__ = ["DRIVERS", "Driver", "Opened", "driver_of", "other_nodes", "rollback_on_error"]
 
 Undo = Callable[[], None]
 
@@ -76,7 +76,7 @@ def driver_of(plan: Plan) -> Driver:
 
 
 @contextmanager
-def all_or_nothing(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+def rollback_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """After an error inside, parameters are what they were, and the optimizer holds them and the state that it held.
     Values that were written to in place stay written."""
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, TableHandle)]
@@ -108,7 +108,7 @@ def _open_user_loop(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
     shards = materialise(model, optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
-    with all_or_nothing(model, optimizer):
+    with rollback_on_error(model, optimizer):
         engine = _user_loop(plan, job, transport, shards)
     undo: list[Undo] = []
     if job.scaler is not None:
@@ -123,7 +123,7 @@ def _open_owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
     begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
     if options_of(plan).method.is_cut:
         transport.open_lanes()
-    with all_or_nothing(job.model, job.optimizer):
+    with rollback_on_error(job.model, job.optimizer):
         return Opened(OwnedLoop(plan, job, transport))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from armillary.codecs.codec import Codec
+from armillary.codecs.registry import Codec
 from armillary.exchanges.look_up import State
 from armillary.models.untouched import untouched
 from armillary.plans.plan import Plan

@@ -7,15 +7,15 @@ from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
-from armillary.session.replica_checks import Health
+from armillary.session.health import Health
 from armillary.session.report import Comparison
 
 __all__ = [
-    "Decided",
     "Ended",
     "Evaluated",
     "Event",
     "NothingLeft",
+    "PlannedJob",
     "Progress",
     "Resumed",
     "Saved",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Decided:
+class PlannedJob:
     """The facts and the plan made of them; the same on every rank."""
 
     profile: Profile
@@ -106,4 +106,4 @@ class Ended:
     health: tuple[Health, ...] = ()
 
 
-Event = Decided | Resumed | NothingLeft | Warned | Progress | Evaluated | Saved | Ended
+Event = PlannedJob | Resumed | NothingLeft | Warned | Progress | Evaluated | Saved | Ended

@@ -17,28 +17,28 @@ from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.prefetch.batches import LeftOver
 from armillary.profiler.probe import Loss
+from armillary.runtime.backward_hooks import refuse_step_inside
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.runtime.executor import RowUnit
-from armillary.runtime.in_backward import refuse_step_inside
-from armillary.runtime.meeting import differing, mean_optimizer, shown, take_mean
-from armillary.runtime.rank_options import LATE, LastOptions, options_now
-from armillary.runtime.replica_checks import Buffers, HeldAlike, alike, refuse_drift
+from armillary.runtime.loop_agreement import LATE, LastOptions, options_now
+from armillary.runtime.replica_checks import Buffers, ReplicatedState, alike, refuse_drift
+from armillary.runtime.weight_averaging import differing, mean_optimizer, shown, take_mean
 from armillary.session.data_check import FirstBatches, even_batches
 from armillary.session.hooks_state import (
-    Heard,
     Units,
     WindowOptions,
+    ZeroGradHook,
     held_by_group,
     refuse_strangers,
     rest_of,
     tell_of_zero_grad,
 )
 from armillary.session.job import Average, TrainJob
-from armillary.session.tally import MANY_RECORDS, Tally
+from armillary.session.traffic_meter import MANY_RECORDS, TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch as MicroBatch
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.build import put_back, refuse_reads
+from armillary.tables.build import refuse_reads, unshard_tables
 from armillary.tables.optimizer_state import close_window, open_window, parameter_names
 from armillary.tables.optimizers import holder, members
 from armillary.tables.table import RowTable
@@ -75,7 +75,7 @@ class UserLoop:
         # where replicas differ, each rank's statistics are of its own weights
         is_shared = job.broadcast_buffers and plan.consensus == "same"
         self.buffers = Buffers(job.model, self.transport, is_shared)
-        self.tally = Tally(plan)
+        self.traffic_meter = TrafficMeter(plan)
         self.transport.take_records()  # of before, under another plan
         self.transport.recording = True
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
@@ -120,7 +120,7 @@ class UserLoop:
             raise ValueError("run.weigh: the plan averages over workers; plan with mean='weights'")
         if weight < 0:
             raise ValueError(f"run.weigh: rank {self.rank}: want a weight >= 0, got {weight}")
-        if self.executor.is_owing and weight != self.executor.weight:
+        if self.executor.has_unsynced_grads and weight != self.executor.weight:
             raise ValueError(
                 f"run.weigh: rank {self.rank}: gradients accumulated with weight {self.executor.weight} are not yet "
                 f"exchanged, got {weight}; declare one weight for all batches that accumulate"
@@ -194,11 +194,11 @@ class UserLoop:
         apart = differing(self.executor.units)
         return f"under this plan workers hold different weights between steps ({', '.join(apart)})" if apart else ""
 
-    def alike(self) -> HeldAlike:
+    def alike(self) -> ReplicatedState:
         """What every rank should hold as this one does, between two steps."""
         copies = {name: table.shard for name, table in self.tables.items() if not table.is_pulled}
         options = options_now(self.optimizer, self.executor.options.alike, reads_tensors=True)
-        return HeldAlike({**dict(alike(self.units)), **copies}, options)
+        return ReplicatedState({**dict(alike(self.units)), **copies}, options)
 
     def keep_up(self) -> None:
         self.settle()
@@ -259,14 +259,14 @@ class UserLoop:
 
     def count(self) -> None:
         """Brings the tally up to date."""
-        self.tally.add(self.transport.take_records())
+        self.traffic_meter.add(self.transport.take_records())
 
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
         with torch.no_grad(), self.transport.unrecorded():
             take_mean(self.units, self.model, self.optimizer, self.transport)
             if gather:
-                put_back(self.optimizer, self.tables, self.held, self.handles, self.transport)
+                unshard_tables(self.optimizer, self.tables, self.held, self.handles, self.transport)
             else:
                 why = "the run was closed with gather=False; export it first, or close it with gather=True"
                 refuse_reads(self.tables.values(), self.optimizer, why)
@@ -286,13 +286,14 @@ class UserLoop:
         self._unhook()
 
     def _unhook(self) -> None:
-        handles: list[RemovableHandle | Heard] = [*self._undo, *self._heard]
+        handles: list[RemovableHandle | ZeroGradHook] = [*self._undo, *self._heard]
         for handle in handles:
             handle.remove()
 
     def _thrown_away(self, optimizer: Optimizer) -> None:
-        is_owing = self.executor.is_owing  # else nobody asks for the others, and to find them takes long
-        others = [one for one in self.known if holder(self.optimizer, one) is not optimizer] if is_owing else []
+        others = []
+        if self.executor.has_unsynced_grads:  # else nobody asks for them, and to find them takes long
+            others = [one for one in self.known if holder(self.optimizer, one) is not optimizer]
         self.executor.throw_away(self._tables_of(optimizer), others)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -368,7 +369,7 @@ class UserLoop:
             self.buffers.spread(self.executor.with_data)
             self.executor.after_step()
             refuse_drift(self.alike, self.transport, lambda: self.serve("idle"))
-        self.tally.end_step()
+        self.traffic_meter.end_step()
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
 

@@ -21,8 +21,8 @@ from armillary.prefetch.kinds import prefetch_of
 from armillary.runtime.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.executor import Executor, RowUnit
 from armillary.session.data_check import FirstBatches
+from armillary.session.health import FiniteCheck
 from armillary.session.job import TrainJob
-from armillary.session.replica_checks import FiniteCheck
 from armillary.tables.build import make_table, put_handle
 from armillary.tables.handle import TableHandle
 from armillary.tables.optimizer_state import Held, by_name, plain, table_state
@@ -32,9 +32,9 @@ from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
 
 __all__ = [
-    "Heard",
     "Units",
     "WindowOptions",
+    "ZeroGradHook",
     "held_by_group",
     "refuse_strangers",
     "rest_of",
@@ -44,7 +44,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Heard:
+class ZeroGradHook:
     """`remove`: the optimizer has its own method again."""
 
     optimizer: weakref.ref[Optimizer]
@@ -58,7 +58,7 @@ class Heard:
             vars(optimizer).update(self.before)
 
 
-def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Heard:
+def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> ZeroGradHook:
     """Until it is removed, calls told(optimizer), a bound method, after each `zero_grad`. Whom it tells is known
     weakly: the optimizer is the user's."""
     known, listener = weakref.ref(optimizer), weakref.WeakMethod(told)
@@ -73,7 +73,7 @@ def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -
             heard(one)
 
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    return Heard(known, zero_grad, before)
+    return ZeroGradHook(known, zero_grad, before)
 
 
 NO_ROWS: Mapping[str, Tensor] = {}
@@ -126,7 +126,7 @@ def units_of(
     executor = Executor(units, transport, plan.mean, first.compare, scale, prefetch)
     if job.check_finite:
         finite = FiniteCheck(transport)
-        executor.on_own, executor.on_settled = finite.look, finite.and_then(first.compare)
+        executor.on_local_grads, executor.on_settled = finite.look, finite.and_then(first.compare)
     return Units(executor, held, handles)
 
 

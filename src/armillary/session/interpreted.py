@@ -1,7 +1,7 @@
 """Carries out every schedule's list of instructions: pipelines, rings, stages on one device or on several.
 
-In a pipeline only the last stage knows the losses of a step (`ToldLosses`). It sends them as they come. Every rank, the
-last stage included, returns them `lag` steps later, so a loop that stops by its losses stops at the same step
+In a pipeline only the last stage knows the losses of a step (`LossBroadcast`). It sends them as they come. Every rank,
+the last stage included, returns them `lag` steps later, so a loop that stops by its losses stops at the same step
 everywhere, and nobody waits.
 """
 
@@ -18,10 +18,10 @@ from armillary.plans.requests import Receive, Send
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.schedules.lowering import placed
 from armillary.session.stage_setup import (
-    Given,
     LentStages,
+    MicroBatch,
     OwnStages,
-    Parts,
+    StageSetup,
     beside_bytes,
     ranks_of,
     replicas_of,
@@ -35,12 +35,12 @@ from armillary.stages.train_spec import Seat, StepLosses, side_by_side
 from armillary.transport.scopes import Pending
 from armillary.transport.transport import Transport
 
-__all__ = ["InterpretedEngine", "Named", "ToldLosses", "held_by_group"]
+__all__ = ["InterpretedEngine", "LossBroadcast", "Named", "held_by_group"]
 
 LOSSES = "losses of a step"
 
 
-class ToldLosses:
+class LossBroadcast:
     """
     Args:
         teller: the process that knows. listeners: those that are to know, itself among them.
@@ -133,7 +133,7 @@ def held_by_group(
 class InterpretedEngine:
     """Losses are known on the process of the last stage; where each runs all stages, on each those of its own data."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StageSetup) -> None:
         schedule, place = parts.spec.schedule, parts.transport.place
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
         self._steps = 0  # handed in
@@ -168,11 +168,11 @@ class InterpretedEngine:
     def beside_bytes(self) -> float:
         return beside_bytes(self.units) + self.runtime.lent_bytes.mean
 
-    def given(self, batches: Sequence[Batch]) -> Sequence[Given]:
+    def given(self, batches: Sequence[Batch]) -> Sequence[MicroBatch]:
         refuse_gradients(self.parts.job.optimizer)
         return self.parts.given(batches)
 
-    def step(self, given: Sequence[Given]) -> list[StepLosses]:
+    def step(self, given: Sequence[MicroBatch]) -> list[StepLosses]:
         self._steps += 1
         return self.runtime.step(given)
 

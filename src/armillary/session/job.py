@@ -20,9 +20,9 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.profiler.probe import Loss
-from armillary.runtime.replica_checks import HeldAlike
+from armillary.runtime.replica_checks import ReplicatedState
 from armillary.session.data_check import FirstBatches
-from armillary.session.tally import Tally
+from armillary.session.traffic_meter import TrafficMeter
 from armillary.stages.train_spec import StepLosses
 from armillary.tables.optimizer_state import Held
 from armillary.tables.table import RowTable
@@ -173,7 +173,7 @@ class Job(Protocol):
 
     job: TrainJob
     plan: Plan
-    tally: Tally
+    traffic_meter: TrafficMeter
     first: FirstBatches
     averages: dict[str, Average]  # moving ones, by their keys
 
@@ -215,7 +215,7 @@ class Job(Protocol):
     def serve(self, state: State = "aside") -> None:
         """Serves look-ups of other ranks until all are in a call that all make between two steps. Collective."""
 
-    def alike(self) -> HeldAlike:
+    def alike(self) -> ReplicatedState:
         """Between two steps, collective: finishes what is under way. What other ranks should hold as this one does; all
         that the plan lets differ is left out."""
 

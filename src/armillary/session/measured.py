@@ -31,13 +31,21 @@ from armillary.plans.topology import Topology
 from armillary.plans.trace import Record, Trace
 from armillary.schedules.edges import codes_of
 from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.tally import OTHER, STEP, EdgeLabels
+from armillary.session.traffic_meter import OTHER, STEP, EdgeLabels
 
-__all__ = ["Foreseen", "Middle", "Seen", "SeenEdge", "edges_seen", "foreseen", "seen_in"]
+__all__ = [
+    "MeasuredEdge",
+    "MeasuredSeconds",
+    "Quartiles",
+    "RunForecast",
+    "measured_edges",
+    "measured_in",
+    "run_forecast",
+]
 
 
 @dataclass(frozen=True)
-class SeenEdge:
+class MeasuredEdge:
     """Of one edge. seconds: by step, added up over its letters. sent_bytes: per worker, of the median step."""
 
     seconds: dict[str, float]
@@ -63,7 +71,7 @@ class _Letter:
         return max(0.0, min(self.ends.values()) - max(self.starts.values()))
 
 
-def edges_seen(trace: Trace, plan: Plan) -> dict[str, SeenEdge]:
+def measured_edges(trace: Trace, plan: Plan) -> dict[str, MeasuredEdge]:
     """By edge, of the plan's schedule."""
     edges, pipelines = EdgeLabels(plan), _pipelines(plan)
     seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -73,7 +81,7 @@ def edges_seen(trace: Trace, plan: Plan) -> dict[str, SeenEdge]:
             step = at.split(",")[0]
             seconds[edge][step] += letter.seconds / len(pipelines)
             sent[edge][step] += letter.sent_bytes / plan.workers
-    return {edge: SeenEdge(dict(spent), median(sent[edge].values())) for edge, spent in seconds.items()}
+    return {edge: MeasuredEdge(dict(spent), median(sent[edge].values())) for edge, spent in seconds.items()}
 
 
 def _pipelines(plan: Plan) -> Sequence[Sequence[int]]:
@@ -95,7 +103,7 @@ def _letters(edges: EdgeLabels, ranks: Iterable[Sequence[Record]]) -> dict[tuple
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class RunForecast:
     """By group and by edge, and of the step. decided: where the data decide how much is sent."""
 
     groups: Mapping[str, Forecast]
@@ -104,7 +112,7 @@ class Foreseen:
     decided: frozenset[str] = frozenset()
 
 
-def foreseen(plan: Plan, case: Case, steps: range) -> Foreseen:
+def run_forecast(plan: Plan, case: Case, steps: range) -> RunForecast:
     """
     Args:
         case: its topology may be of more workers than the plan. steps: that are looked at, counted from the first.
@@ -121,10 +129,10 @@ def foreseen(plan: Plan, case: Case, steps: range) -> Foreseen:
     forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
     forecast[OTHER] = Forecast(sent[LOOK_UPS], 0.0, flown.get(LOOK_UPS, 0.0))
     step = Forecast(sum(sent.values()), 0.0, played.step_seconds)
-    return Foreseen(forecast, step, decided=_decided(plan))
+    return RunForecast(forecast, step, decided=_decided(plan))
 
 
-def _by_edge(plan: Plan, played: Simulation) -> Foreseen:
+def _by_edge(plan: Plan, played: Simulation) -> RunForecast:
     """Groups as the plan has them, in flight as played; edges as played."""
     names, edges = EdgeLabels(plan), dict[str, Forecast]()
     flown = dict.fromkeys((group.name for group in plan.groups), 0.0)
@@ -138,7 +146,7 @@ def _by_edge(plan: Plan, played: Simulation) -> Foreseen:
     decided = frozenset(f"{what} of stage {stage}" for (what, stage), code in codes.items() if not code.is_fixed)
     decided |= {names.group_of(edge) for edge in decided}
     decided |= _decided(plan)
-    return Foreseen(groups, Forecast(plan.forecast.sent_bytes, 0.0, played.step_seconds), edges, decided)
+    return RunForecast(groups, Forecast(plan.forecast.sent_bytes, 0.0, played.step_seconds), edges, decided)
 
 
 def _sent_bytes(plan: Plan, played: Simulation) -> dict[str, float]:
@@ -194,7 +202,7 @@ def _is_decided(choice: Choice | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Middle:
+class Quartiles:
     """Seconds of the middle half of steps: first quartile, median, third quartile."""
 
     low: float
@@ -202,7 +210,7 @@ class Middle:
     high: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Middle":
+    def of(cls, seconds: Sequence[float]) -> "Quartiles":
         if len(seconds) < 2:
             return cls(*(3 * list(seconds) or [0.0, 0.0, 0.0]))
         return cls(*statistics.quantiles(seconds, n=4, method="inclusive"))
@@ -212,22 +220,22 @@ class Middle:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredSeconds:
     """groups: requests that are of none go together. edges: of the schedule."""
 
-    groups: Mapping[str, Middle]
-    edges: Mapping[str, SeenEdge]
+    groups: Mapping[str, Quartiles]
+    edges: Mapping[str, MeasuredEdge]
 
-    def seconds(self, group: str) -> Middle:
-        return self.groups.get(group, Middle.of([]))
+    def seconds(self, group: str) -> Quartiles:
+        return self.groups.get(group, Quartiles.of([]))
 
-    def edge(self, name: str) -> SeenEdge:
-        return self.edges.get(name, SeenEdge({}, 0.0))
+    def edge(self, name: str) -> MeasuredEdge:
+        return self.edges.get(name, MeasuredEdge({}, 0.0))
 
 
-def seen_in(trace: Trace, plan: Plan) -> Seen:
+def measured_in(trace: Trace, plan: Plan) -> MeasuredSeconds:
     """The steps of the trace are the plan's."""
-    edges = edges_seen(trace, plan) if owns_loop(plan.schedule) else {}
+    edges = measured_edges(trace, plan) if owns_loop(plan.schedule) else {}
     steps: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     seldom = {group.name: exchange for group in plan.groups if (exchange := _seldom_pushed(group)) is not None}
     names = EdgeLabels(plan)
@@ -237,11 +245,11 @@ def seen_in(trace: Trace, plan: Plan) -> Seen:
     for edge, seen in edges.items():
         for at, seconds in seen.seconds.items():
             steps[names.group_of(edge)][at] += seconds
-    groups = {group: Middle.of([*spent.values()]) for group, spent in steps.items() if group not in seldom}
+    groups = {group: Quartiles.of([*spent.values()]) for group, spent in steps.items() if group not in seldom}
     for group in seldom.keys() & steps.keys():
         spent = {int(step.removeprefix("step ")): seconds for step, seconds in steps[group].items()}
-        groups[group] = Middle.of(_between_pushes(seldom[group], spent))
-    return Seen(groups, edges)
+        groups[group] = Quartiles.of(_between_pushes(seldom[group], spent))
+    return MeasuredSeconds(groups, edges)
 
 
 def _seldom_pushed(group: Group) -> DenseExchange | None:

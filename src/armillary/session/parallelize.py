@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.measuring.measure import measure_links, with_room_of
+from armillary.measuring.measure import measure_links, with_memory_budget
 from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
 from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.planner import blank_profile, provisional_plan
@@ -32,17 +32,17 @@ from armillary.prefetch.batches import is_plain_loader
 from armillary.profiler.loop_watch import LoopWatch
 from armillary.profiler.probe import Loss
 from armillary.session.attach import attach, begin_run
-from armillary.session.events import Decided
+from armillary.session.events import PlannedJob
 from armillary.session.job import TrainJob
-from armillary.session.kept_start import BatchShapes, KeptStart, hosts_of, joined, made_for, shapes_of
-from armillary.session.plan_job import PROFILED_STEPS, JobRequest, Subject, assumptions_of, decide, open_transport
+from armillary.session.plan_cache import BatchShapes, PlanCache, cache_key, hosts_of, joined, shapes_of
+from armillary.session.plan_job import PROFILED_STEPS, JobRequest, ModelToPlan, assumptions_of, open_transport, plan_job
 from armillary.session.run import Run
 from armillary.session.validation import NOT_HELD, handed_in, refuse_other_models, refuse_unfit, unheld
-from armillary.session.watched import Keeping, Watched, parameter_facts
+from armillary.session.watched_steps import Keeping, WatchedSteps, parameter_facts
 from armillary.tables.optimizers import as_one
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Patience
+from armillary.transport.watchdog import Timeouts
 
 __all__ = ["auto_plan", "measure", "parallelize", "unmoved"]
 
@@ -155,7 +155,7 @@ def parallelize(
     request = PlanRequest(
         constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
-    connecting = Connecting(Patience(report_after, timeout), check_order, process_group)
+    connecting = Connecting(Timeouts(report_after, timeout), check_order, process_group)
     job = TrainJob(
         model, as_one(optimizer), scaler=scaler, check_data=check_data, check_finite=check_finite,
         broadcast_buffers=broadcast_buffers,
@@ -166,7 +166,7 @@ def parallelize(
     if batches is None or loss is None:
         raise _half_given("loss", "batches") if batches is None else _half_given("batches", "loss")
     with unmoved(batches):
-        subject = Subject(model, job.optimizer, loss, _drawn(batches), stages)
+        subject = ModelToPlan(model, job.optimizer, loss, _drawn(batches), stages)
         asked = JobRequest(_over(request, batches), autotune=autotune)
         return _begun(job, subject, _decided(subject, asked, connecting, keep), connecting)
 
@@ -186,38 +186,38 @@ def _half_given(there: str, lacking: str) -> ValueError:
 class Connecting(NamedTuple):
     """How ranks are to be connected; as in `attach`."""
 
-    patience: Patience
+    timeouts: Timeouts
     check_order: bool
     process_group: Any
 
 
-def _decided(subject: Subject, asked: JobRequest, connecting: Connecting, keep: str | Path | None) -> Decided:
+def _decided(subject: ModelToPlan, asked: JobRequest, connecting: Connecting, keep: str | Path | None) -> PlannedJob:
     """As before, where the folder holds that; else anew."""
     if keep is None:
-        return decide(subject, asked, connecting.process_group, connecting.patience)
-    transport = open_transport(connecting.process_group, connecting.patience)
+        return plan_job(subject, asked, connecting.process_group, connecting.timeouts)
+    transport = open_transport(connecting.process_group, connecting.timeouts)
     with transport.within("the measuring and planning"):
         refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
         refuse_other_models("plan", subject.model, transport)
-        wanted = made_for(subject.model, subject.optimizer, asked, hosts_of(transport))
-        start, workers = KeptStart.found(Path(keep), wanted, transport), transport.place.workers
+        wanted = cache_key(subject.model, subject.optimizer, asked, hosts_of(transport))
+        start, workers = PlanCache.found(Path(keep), wanted, transport), transport.place.workers
         batch = by_rank_zero(transport, lambda: joined([shapes_of(one) for one in subject.draw(workers)]))
     transport.close()
     rank = transport.place.rank
     decided = start.for_batch(batch, rank)
     if decided is None:
-        decided = decide(subject, asked, connecting.process_group, connecting.patience)
+        decided = plan_job(subject, asked, connecting.process_group, connecting.timeouts)
         start.leave(decided, batch, rank)
     return decided
 
 
-def _begun(job: TrainJob, subject: Subject, decided: Decided, connecting: Connecting) -> Run:
+def _begun(job: TrainJob, subject: ModelToPlan, decided: PlannedJob, connecting: Connecting) -> Run:
     """Under a plan that was made before the first step."""
-    patience, check_order, process_group = connecting
+    timeouts, check_order, process_group = connecting
     return attach(
         decided.plan, subject.model, subject.optimizer, loss=subject.loss, example=next(iter(subject.draw(1))),
-        topology=decided.topology, profile=decided.profile, scaler=job.scaler, report_after=patience.report_after,
-        timeout=patience.timeout, check_order=check_order, check_data=job.check_data, check_finite=job.check_finite,
+        topology=decided.topology, profile=decided.profile, scaler=job.scaler, report_after=timeouts.report_after,
+        timeout=timeouts.timeout, check_order=check_order, check_data=job.check_data, check_finite=job.check_finite,
         broadcast_buffers=job.broadcast_buffers, process_group=process_group,
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: s
     wanted = request.wanted
 
     def measured(transport: Transport) -> Topology:
-        return with_room_of(job.model, job.optimizer, measure_links(transport), transport)
+        return with_memory_budget(job.model, job.optimizer, measure_links(transport), transport)
 
     start, topology = _known(job, request, connecting, keep, measured)
     seen = blank_profile(parameter_facts(job.model), topology)
@@ -238,9 +238,9 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: s
     plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer, job.model))
     watch = LoopWatch(job.model)
     keeping = None if start is None else Keeping(start, BatchShapes(job.model))
-    watcher = Watched(watch, wanted, topology, measured, keeping)
-    patience, check_order, process_group = connecting
-    transport = Transport(plan.workers_per_node, check_order, patience, turn_bytes_on(topology), process_group)
+    watcher = WatchedSteps(watch, wanted, topology, measured, keeping)
+    timeouts, check_order, process_group = connecting
+    transport = Transport(plan.workers_per_node, check_order, timeouts, turn_bytes_on(topology), process_group)
     try:
         run = begin_run(transport, plan, replace(job, watcher=watcher, topology=topology))
     except BaseException:
@@ -257,20 +257,20 @@ def _known(
     connecting: Connecting,
     keep: str | Path | None,
     measured: Callable[[Transport], Topology],
-) -> tuple[KeptStart | None, Topology]:
+) -> tuple[PlanCache | None, Topology]:
     """What an earlier start left; and the links, as it found them, else measured now."""
-    patience, _, process_group = connecting
-    start: KeptStart | None = None
+    timeouts, _, process_group = connecting
+    start: PlanCache | None = None
     if keep is not None:
-        alone = Transport(patience=patience, process_group=process_group)  # a restart need not know of nodes
+        alone = Transport(timeouts=timeouts, process_group=process_group)  # a restart need not know of nodes
         with alone.within("the measuring"):
             refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
             refuse_other_models("parallelize", job.model, alone)
-            start = KeptStart.found(Path(keep), made_for(job.model, job.optimizer, request, hosts_of(alone)), alone)
+            start = PlanCache.found(Path(keep), cache_key(job.model, job.optimizer, request, hosts_of(alone)), alone)
         alone.close()
         if start.decided is not None:
             return start, start.decided.topology
-    alone = open_transport(process_group, patience)
+    alone = open_transport(process_group, timeouts)
     with alone.within("the measuring"):
         refuse_unfit("parallelize", handed_in(job.model, job.optimizer), alone)
         refuse_other_models("parallelize", job.model, alone)
@@ -328,7 +328,7 @@ def auto_plan(
     rule: str = PRICE,
     edge: EdgeRequest = None,
     edge_back: EdgeRequest = None,
-) -> Decided:
+) -> PlannedJob:
     """Measures this job, profiles the model and plans: `.topology`, `.profile` and `.plan`, the same on every rank, as
     `attach` wants them. Model and optimizer stay as they were. Every rank must call it. (What ranks
     measure and profile each for themselves differs, and so would their plans.)
@@ -355,8 +355,8 @@ def auto_plan(
         constraints, lazy, mean, named(schedule), prefetch, steps_by_run, micro_batches, allow, rule, edge, edge_back
     )
     with unmoved(batches):
-        subject = Subject(model, as_one(optimizer), loss, _drawn(batches), stages)
-        return decide(subject, JobRequest(_over(request, batches), autotune=autotune))
+        subject = ModelToPlan(model, as_one(optimizer), loss, _drawn(batches), stages)
+        return plan_job(subject, JobRequest(_over(request, batches), autotune=autotune))
 
 
 def _over(request: PlanRequest, batches: Iterable[Any]) -> PlanRequest:

@@ -17,28 +17,28 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.parcel import RankInfo
 from armillary.measuring.measure import measure_links as measure
-from armillary.measuring.measure import with_room_of, workers_per_node
+from armillary.measuring.measure import with_memory_budget, workers_per_node
 from armillary.measuring.row_exchanges import timed_owners
 from armillary.models.structure import passes_alike
 from armillary.models.untouched import LiveBytes
 from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
 from armillary.planning.demand import refuse_with_rule
-from armillary.planning.expected import with_expected
 from armillary.planning.link_costs import Upkeep
 from armillary.planning.partition_search import OwnerSearch
 from armillary.planning.planner import make_plan, notes_on_hosts
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
+from armillary.planning.step_time import with_expected
 from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
-from armillary.profiler.probe import Loss, timed_at_once
+from armillary.profiler.probe import Loss, profile_concurrently
 from armillary.profiler.profiler import profile
 from armillary.profiler.unfit_model import makes_collectives
 from armillary.schedules.method import Prepare, ScheduleOptions
 from armillary.schedules.registry import options_of, owns_loop, read
 from armillary.session.autotune import fastest
-from armillary.session.events import Decided
+from armillary.session.events import PlannedJob
 from armillary.session.schedule_validation import joins_parameters, unserved
 from armillary.session.validation import handed_in, refuse_other_models, refuse_unfit
 from armillary.session.workload import Batch, Workload
@@ -53,17 +53,17 @@ from armillary.tables.optimizer_trial import (
 from armillary.tables.optimizers import as_one, members, tried_alone
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import PATIENCE, Patience
+from armillary.transport.watchdog import DEFAULT_TIMEOUTS, Timeouts
 
 __all__ = [
     "JobRequest",
-    "Subject",
+    "ModelToPlan",
     "assumptions_of",
-    "decide",
     "first_batches",
+    "model_to_plan",
     "open_transport",
+    "plan_job",
     "prepared",
-    "subject_of",
 ]
 
 PROFILED_STEPS = 2
@@ -98,18 +98,18 @@ class JobRequest:
         return self.wanted.owns_loop if self.plan is None else owns_loop(self.plan.schedule)
 
 
-def open_transport(process_group: Any = None, patience: Patience = PATIENCE) -> Transport:
+def open_transport(process_group: Any = None, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Transport:
     """A transport that knows how ranks are packed into nodes; of these ranks, or of all."""
-    alone = Transport(patience=patience, process_group=process_group)
+    alone = Transport(timeouts=timeouts, process_group=process_group)
     per_node = workers_per_node(alone)
     if per_node == 1:
         return alone
     alone.close()
-    return Transport(per_node, patience=patience, process_group=process_group)
+    return Transport(per_node, timeouts=timeouts, process_group=process_group)
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelToPlan:
     """What is to be trained. draw: workers -> some batches, at least one each, in the order of `profile`; rank 0 looks
     at all of them, every rank is timed with its own. stages: modules that a cut may begin with; none: the children."""
 
@@ -120,7 +120,7 @@ class Subject:
     stages: Sequence[str] = ()
 
 
-def subject_of(workload: Workload, seed: int) -> Subject:
+def model_to_plan(workload: Workload, seed: int) -> ModelToPlan:
     """A new model of the workload, the same on every rank, with its optimizer."""
     torch.manual_seed(seed)
     model = workload.model()
@@ -128,10 +128,12 @@ def subject_of(workload: Workload, seed: int) -> Subject:
     def draw(workers: int) -> list[Batch]:
         return first_batches(workload, workers, PROFILED_STEPS, seed)
 
-    return Subject(model, workload.optimizer(model.parameters()), workload.loss, draw)
+    return ModelToPlan(model, workload.optimizer(model.parameters()), workload.loss, draw)
 
 
-def decide(subject: Subject, request: JobRequest, process_group: Any = None, patience: Patience = PATIENCE) -> Decided:
+def plan_job(
+    subject: ModelToPlan, request: JobRequest, process_group: Any = None, timeouts: Timeouts = DEFAULT_TIMEOUTS
+) -> PlannedJob:
     """Every rank must call it, and every rank gets what rank 0 decided.
 
     Raises:
@@ -139,11 +141,13 @@ def decide(subject: Subject, request: JobRequest, process_group: Any = None, pat
     """
     if mark := passes_alike(subject.model):
         raise ValueError(f"plan: the model {mark}")
-    transport = open_transport(process_group, patience)
+    transport = open_transport(process_group, timeouts)
     with transport.within("the measuring and planning"):
         refuse_unfit("plan", handed_in(subject.model, subject.optimizer), transport)
         refuse_other_models("plan", subject.model, transport)
-        topology = request.topology or with_room_of(subject.model, subject.optimizer, measure(transport), transport)
+        topology = request.topology or with_memory_budget(
+            subject.model, subject.optimizer, measure(transport), transport
+        )
         found = request.profile or _profiled(subject, topology, transport)
 
         def case() -> Case:
@@ -157,11 +161,11 @@ def decide(subject: Subject, request: JobRequest, process_group: Any = None, pat
             model, optimizer, loss = subject.model, subject.optimizer, subject.loss
             chosen = fastest(plans, model, optimizer, loss, _own(subject, transport.place), transport, topology)
     transport.close()
-    return Decided(found, topology, chosen)
+    return PlannedJob(found, topology, chosen)
 
 
 def _planned(
-    subject: Subject, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
+    subject: ModelToPlan, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
 ) -> dict[str, str]:
     """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
     _refuse_other_model(found, subject.model)
@@ -183,7 +187,7 @@ def _planned(
     return {name: replace(plan, notes=(*plan.notes, *notes)).to_json() for name, plan in expected.items()}
 
 
-def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:
+def _against_by_run(subject: ModelToPlan, wanted: PlanRequest) -> str:
     """Why no schedule that owns the loop may be taken by price; empty if one may, or if none would be."""
     is_by_price = wanted.steps_by_run and not wanted.owns_loop
     if not is_by_price:
@@ -192,7 +196,7 @@ def _against_by_run(subject: Subject, wanted: PlanRequest) -> str:
     return next(iter(against), "")
 
 
-def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Profile:
+def _profiled(subject: ModelToPlan, topology: Topology, transport: Transport) -> Profile:
     """What rank 0 sees of the model, with the stage times that the ranks of this job find together. All look at once
     where the model makes collectives of its own."""
 
@@ -210,10 +214,10 @@ def _profiled(subject: Subject, topology: Topology, transport: Transport) -> Pro
         found = Profile.from_json(transport.share(look())[0])
     else:
         found = Profile.from_json(by_rank_zero(transport, look))
-    return timed_at_once(found, subject.model, mine, subject.loss, transport)
+    return profile_concurrently(found, subject.model, mine, subject.loss, transport)
 
 
-def _own(subject: Subject, place: RankInfo) -> list[Batch]:
+def _own(subject: ModelToPlan, place: RankInfo) -> list[Batch]:
     """The batches of this rank; one of another's, where there are fewer than ranks."""
     batches = list(subject.draw(place.workers))
     if not batches:

@@ -8,10 +8,10 @@ from armillary.plans.group import Forecast
 from armillary.plans.plan_text import UNKNOWN
 from armillary.plans.trace import Trace
 from armillary.plans.units import Table
+from armillary.session.health import Health, health_of, health_table
 from armillary.session.job import Job
-from armillary.session.measured import Foreseen, Middle, Seen, SeenEdge, foreseen, seen_in
-from armillary.session.replica_checks import Health, health_of, health_table
-from armillary.session.tally import OTHER, EdgeLabels, Tally, everyones_trace
+from armillary.session.measured import MeasuredEdge, MeasuredSeconds, Quartiles, RunForecast, measured_in, run_forecast
+from armillary.session.traffic_meter import OTHER, EdgeLabels, TrafficMeter, everyones_trace
 from armillary.transport.agreement import by_rank_zero
 
 __all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
@@ -84,7 +84,7 @@ def _left(seconds: float) -> str:
 def last_steps(run: Job) -> Trace:
     """Collective: what was asked for in the last steps under this plan."""
     run.count()
-    return everyones_trace(run.tally.records, run.transport)
+    return everyones_trace(run.traffic_meter.records, run.transport)
 
 
 def report_of(run: Job, trace: Trace) -> Report:
@@ -94,54 +94,57 @@ def report_of(run: Job, trace: Trace) -> Report:
     Args:
         trace: `last_steps`.
     """
-    seconds = run.transport.share(run.tally.step_seconds)
-    expected, seen = _expected(run, run.tally), seen_in(trace, run.plan)
-    lines, health = _compared(run, run.tally, expected, seen), health_of(run)
+    seconds = run.transport.share(run.traffic_meter.step_seconds)
+    expected, seen = _expected(run, run.traffic_meter), measured_in(trace, run.plan)
+    lines, health = _compared(run, run.traffic_meter, expected, seen), health_of(run)
     step: float | None = None  # not known yet
     if run.plan.is_timed:
         step = run.plan.step_seconds if expected is None else expected.step.seconds
     edges = _edges(seen, {} if expected is None else expected.edges)
-    return Report(run.tally.steps, lines, health, sum(seconds) / len(seconds), step, edges)
+    return Report(run.traffic_meter.steps, lines, health, sum(seconds) / len(seconds), step, edges)
 
 
-def compare(run: Job, tally: Tally, trace: Trace) -> tuple[Comparison, ...]:
-    """Collective: the lines of `report_of`, of the steps that are counted in `tally` and recorded in `trace`."""
-    return _compared(run, tally, _expected(run, tally), seen_in(trace, run.plan))
+def compare(run: Job, traffic_meter: TrafficMeter, trace: Trace) -> tuple[Comparison, ...]:
+    """Collective: the lines of `report_of`, of the steps that are counted in `traffic_meter` and recorded in
+    `trace`."""
+    return _compared(run, traffic_meter, _expected(run, traffic_meter), measured_in(trace, run.plan))
 
 
-def _compared(run: Job, tally: Tally, expected: Foreseen | None, seen: Seen) -> tuple[Comparison, ...]:
+def _compared(
+    run: Job, traffic_meter: TrafficMeter, expected: RunForecast | None, seen: MeasuredSeconds
+) -> tuple[Comparison, ...]:
     groups = {} if expected is None else expected.groups
-    lines = (replace(line, forecast=groups.get(line.group, line.forecast)) for line in _counted(run, tally))
+    lines = (replace(line, forecast=groups.get(line.group, line.forecast)) for line in _counted(run, traffic_meter))
     return tuple(_in_flight(line, seen.groups.get(line.group)) for line in lines)
 
 
-def _expected(run: Job, tally: Tally) -> Foreseen | None:
+def _expected(run: Job, traffic_meter: TrafficMeter) -> RunForecast | None:
     """Collective."""
-    return by_rank_zero(run.transport, lambda: _foreseen(run, tally))
+    return by_rank_zero(run.transport, lambda: _foreseen(run, traffic_meter))
 
 
-def _foreseen(run: Job, tally: Tally) -> Foreseen | None:
+def _foreseen(run: Job, traffic_meter: TrafficMeter) -> RunForecast | None:
     profile, topology = run.job.profile, run.job.topology
     if profile is None or topology is None or not run.plan.is_timed:
         return None
-    steps = range(run.transport.step - tally.steps, run.transport.step)
+    steps = range(run.transport.step - traffic_meter.steps, run.transport.step)
     try:
-        return foreseen(run.plan, Case(profile, topology, assumptions_behind(run.plan)), steps)
+        return run_forecast(run.plan, Case(profile, topology, assumptions_behind(run.plan)), steps)
     except ValueError:  # of a plan that nobody priced, or that is not played
         return None
 
 
-def _in_flight(line: Comparison, seen: Middle | None) -> Comparison:
+def _in_flight(line: Comparison, seen: Quartiles | None) -> Comparison:
     return replace(line, measured=replace(line.measured, seconds=0.0 if seen is None else seen.median))
 
 
-def _edges(seen: Seen, expected: Mapping[str, Forecast]) -> tuple[EdgeLine, ...]:
+def _edges(seen: MeasuredSeconds, expected: Mapping[str, Forecast]) -> tuple[EdgeLine, ...]:
     names = sorted({*seen.edges, *expected}, key=EdgeLabels.order)
     return tuple(EdgeLine(name, expected.get(name), _measured(seen.edge(name))) for name in names)
 
 
-def _measured(edge: SeenEdge) -> Forecast:
-    return Forecast(edge.sent_bytes, 0.0, Middle.of([*edge.seconds.values()]).median)
+def _measured(edge: MeasuredEdge) -> Forecast:
+    return Forecast(edge.sent_bytes, 0.0, Quartiles.of([*edge.seconds.values()]).median)
 
 
 def _edge_table(edges: Sequence[EdgeLine]) -> Table:
@@ -176,9 +179,9 @@ def _cells(line: Comparison) -> tuple[str, ...]:
     return tuple(cell for forecast, measured in pairs for cell in (forecast if is_foreseen else "-", measured))
 
 
-def _counted(run: Job, tally: Tally) -> tuple[Comparison, ...]:
+def _counted(run: Job, traffic_meter: TrafficMeter) -> tuple[Comparison, ...]:
     """Collective: the plan's forecasts beside means over workers."""
-    held, spent = run.held_bytes(), tally.per_step()
+    held, spent = run.held_bytes(), traffic_meter.per_step()
     mine = {name: (*spent.get(name, (0.0, 0.0)), held.get(name, 0.0)) for name in {**held, **spent}}
     everyones = run.transport.share(mine)
     lines = []

@@ -22,8 +22,8 @@ from armillary.prefetch.batches import Shard
 from armillary.session.compare import kept_report
 from armillary.session.drivers import driver_of
 from armillary.session.ema import Ema, Measure, begin_ema, evaluated
+from armillary.session.health import refuse_apart, unless_it_ends_an_error
 from armillary.session.job import Job
-from armillary.session.replica_checks import refuse_apart, unless_it_ends_an_error
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.save import export, save
 from armillary.stages.train_spec import StepLosses
@@ -195,7 +195,7 @@ class Run:
         """
         engine = self._engine
         engine.count()
-        return engine.tally.metrics()
+        return engine.traffic_meter.metrics()
 
     def save(self, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
         """Between two steps. Writes `folder/step-00001234/`; when it returns, the checkpoint is whole, on the disk, and

@@ -22,7 +22,7 @@ from armillary.plans.profile import Profile
 from armillary.plans.trace import Trace
 
 if TYPE_CHECKING:
-    from armillary.session.events import Decided, Ended, Evaluated, Progress
+    from armillary.session.events import Ended, Evaluated, PlannedJob, Progress
     from armillary.session.workload import Workload
 
 __all__ = [
@@ -174,7 +174,7 @@ def _is_of(folder: Path, stem: str) -> bool:
     return folder.name == stem or folder.name.removeprefix(f"{stem}-").isdigit()
 
 
-def keep_decision(folder: Path, decided: "Decided") -> None:
+def keep_decision(folder: Path, decided: "PlannedJob") -> None:
     decided.profile.save(folder / "profile.json")
     decided.topology.save(folder / "topology.json")
     decided.plan.save(folder / "plan.json")
@@ -185,7 +185,7 @@ def beside_plan(plan_file: Path, noun: str) -> Path:
     return plan_file.with_suffix(f".{noun}.json")
 
 
-def write_plan(plan_file: Path, decided: "Decided") -> tuple[Path, ...]:
+def write_plan(plan_file: Path, decided: "PlannedJob") -> tuple[Path, ...]:
     """The files: the plan's, and beside it what it was made from, under names that no other plan's facts have."""
     open_folder(plan_file.parent)
     profile_file, topology_file = (beside_plan(plan_file, noun) for noun in ("profile", "topology"))

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from armillary.checkpoint.folder import APART, Marker, RowIndex, latest_checkpoint, mark, new_folder, next_serial, prune
 from armillary.checkpoint.row_file import FileLayout, FileRecord, RowFile, digest, sync_folder
 from armillary.checkpoint.saved import REST
+from armillary.session.health import is_apart, refuse_apart
 from armillary.session.job import Job
 from armillary.session.rank_state import index_of_ranks, own_tensors, write_ranks
-from armillary.session.replica_checks import is_apart, refuse_apart
 from armillary.tables.build import RowTensor, average_tensors, gathered, row_tensors
 from armillary.tables.handle import TableHandle
 from armillary.tables.optimizers import kind_of, split

@@ -20,17 +20,17 @@ from armillary.plans.group import Forecast
 from armillary.plans.mesh import DATA
 from armillary.plans.plan import Plan
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.runtime.rank_options import options_now
-from armillary.runtime.replica_checks import HeldAlike
+from armillary.runtime.loop_agreement import options_now
+from armillary.runtime.replica_checks import ReplicatedState
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
-from armillary.session.changes import TakenOver, refuse_other_batches, take_over
+from armillary.session.changes import AttachedState, attached_state, refuse_other_batches
 from armillary.session.data_check import FirstBatches
 from armillary.session.delayed_loop import OwnLoopEngine
-from armillary.session.interpreted import InterpretedEngine, Named, ToldLosses, held_by_group
+from armillary.session.interpreted import InterpretedEngine, LossBroadcast, Named, held_by_group
 from armillary.session.job import Average, TrainJob
-from armillary.session.stage_setup import Engine, parts_of
-from armillary.session.tally import MANY_RECORDS, EdgeLabels, Tally, way_of
+from armillary.session.stage_setup import Engine, set_up_stages
+from armillary.session.traffic_meter import MANY_RECORDS, EdgeLabels, TrafficMeter, way_of
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch
 from armillary.stages.train_spec import StepLosses
@@ -56,7 +56,7 @@ class OwnedLoop:
         self.plan, self.job, self.transport = plan, job, transport
         self.model, self.optimizer = job.model, job.optimizer
         self.transport.recording = True
-        self.tally = Tally(plan)
+        self.traffic_meter = TrafficMeter(plan)
         self.averages: dict[str, Average] = {}
         self.tables: Mapping[str, RowTable] = {}
         self.held: Mapping[str, Held] = {}
@@ -79,14 +79,14 @@ class OwnedLoop:
         """From a plain model and optimizer, at the transport's step."""
         self._undo.clear()
         self.first_step = self.transport.step  # of this part of the training
-        self.parts = parts_of(self.plan, self.job, self.transport, self.first_step)
+        self.parts = set_up_stages(self.plan, self.job, self.transport, self.first_step)
         self.coded, self.engine = self.parts.coded, self._driven()
         self.owners = [self.options.method.owner(self.options, stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:
             self._undo += refuse_state(self.optimizer, self._refuse_state)
         who = f"rank {self.rank}: under schedule {self.plan.schedule.name}"
-        self.taken: TakenOver = take_over(who, self.parts)
+        self.taken: AttachedState = attached_state(who, self.parts)
 
     def _driven(self) -> Engine:
         """By the list of instructions; without a loss by the loop of the user's own."""
@@ -100,7 +100,7 @@ class OwnedLoop:
         """A step is over."""
         self._taken += 1
         self.transport.step += 1
-        self.tally.end_step()
+        self.traffic_meter.end_step()
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
 
@@ -109,7 +109,7 @@ class OwnedLoop:
         self.first.compare()
         self._stepped()
 
-    def _telling(self) -> ToldLosses | None:
+    def _telling(self) -> LossBroadcast | None:
         if self.engine.teller is None:
             return None
         schedule = self.parts.spec.schedule
@@ -117,7 +117,7 @@ class OwnedLoop:
         # where steps do not overlap all is known when the last gradient has come; else a step later nobody waits
         lag = last // schedule.period + 1 if schedule.overlaps else 0
         listeners = self.plan.mesh.sharing_data(self.rank)
-        return ToldLosses(self.transport, self.engine.teller, listeners, schedule.micro_batches, lag)
+        return LossBroadcast(self.transport, self.engine.teller, listeners, schedule.micro_batches, lag)
 
     @property
     def options(self) -> ScheduleOptions:
@@ -213,11 +213,11 @@ class OwnedLoop:
     def serve(self, state: State = "aside") -> None:
         """Nothing: no rank looks rows up on its own."""
 
-    def alike(self) -> HeldAlike:
+    def alike(self) -> ReplicatedState:
         """What the other processes that hold these stages should hold, too, between two steps."""
         self.settle()
         there = self.engine.alike()
-        return HeldAlike(there, options_now(self.optimizer, {*there.values()}, reads_tensors=True))
+        return ReplicatedState(there, options_now(self.optimizer, {*there.values()}, reads_tensors=True))
 
     def settle(self) -> None:
         """Finishes what is under way; training goes on as if nobody had asked."""
@@ -322,8 +322,8 @@ class OwnedLoop:
         """Brings the tally up to date."""
         edges = EdgeLabels(self.plan)
         for label, (sent, waited) in self.parts.channel.take().items():
-            self.tally.put(edges.group_of(label), sent, waited)
-        self.tally.keep(self.transport.take_records())
+            self.traffic_meter.put(edges.group_of(label), sent, waited)
+        self.traffic_meter.keep(self.transport.take_records())
 
     def forecasts(self) -> list[tuple[str, str, Forecast]]:
         """What `report` compares."""

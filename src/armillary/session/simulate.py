@@ -19,7 +19,7 @@ from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.plans.units import Page, Table, page_text
 from armillary.profiler.profiler import profile
-from armillary.session.plan_job import assumptions_of, subject_of
+from armillary.session.plan_job import assumptions_of, model_to_plan
 from armillary.session.run_folder import open_folder
 from armillary.session.workload import Workload
 
@@ -80,7 +80,7 @@ def scaling(
     Raises:
         ValueError: a number of workers that does not fill nodes.
     """
-    subject = subject_of(workload, seed)
+    subject = model_to_plan(workload, seed)
     batches = list(subject.draw(PROFILED_WORKERS))
     found = profile(subject.model, batches, subject.loss, workers=PROFILED_WORKERS)
     samples = sum(workload.samples(batch) for batch in batches) / len(batches)

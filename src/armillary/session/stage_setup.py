@@ -41,23 +41,23 @@ from armillary.transport.transport import Transport
 
 __all__ = [
     "Engine",
-    "Given",
     "LentStages",
+    "MicroBatch",
     "OwnStages",
-    "Parts",
+    "StageSetup",
     "beside_bytes",
     "cut_model",
-    "parts_of",
     "ranks_of",
     "replicas_of",
+    "set_up_stages",
     "share_first",
 ]
 
-Given = tuple[Any, Batch]  # what the first stage reads of a micro-batch, and what the loss wants
+MicroBatch = tuple[Any, Batch]  # what the first stage reads of a micro-batch, and what the loss wants
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class StageSetup:
     """
     Args of note:
         stages: the model, cut. A schedule that does not cut has it and its loss as one, without a loss it alone.
@@ -81,17 +81,17 @@ class Parts:
     def rank(self) -> int:
         return self.transport.place.rank
 
-    def given(self, batches: Sequence[Batch]) -> list[Given]:
+    def given(self, batches: Sequence[Batch]) -> list[MicroBatch]:
         return [(self.input_of(batch), batch) for batch in batches]
 
 
 class Engine(Protocol):
     """Every process makes the same calls. Complete when constructed."""
 
-    def given(self, batches: Sequence[Batch]) -> Sequence[Given]:
+    def given(self, batches: Sequence[Batch]) -> Sequence[MicroBatch]:
         """Of the micro-batches of this process, for `step`. Refuses what cannot be stepped on; begins nothing."""
 
-    def step(self, given: Sequence[Given]) -> list[StepLosses]:
+    def step(self, given: Sequence[MicroBatch]) -> list[StepLosses]:
         """One training step; the losses known by now."""
 
     def settle(self) -> list[StepLosses]:
@@ -122,7 +122,7 @@ class Engine(Protocol):
         """What it holds between steps besides weights and optimizer state."""
 
 
-def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -> Parts:
+def set_up_stages(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -> StageSetup:
     """
     Args:
         first_step: how many steps were taken before.
@@ -137,7 +137,7 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         names = {name: name for name, _ in job.model.named_parameters()}
         whole = Stage(0, job.model, names) if job.loss is None else whole_stage(job.model, job.loss, job.example)
         spec = TrainSpec(options.schedule(), lambda output, batch: output, seed, clip=options.clip)
-        return Parts(plan, options, job, transport, channel, [whole], spec, lambda batch: batch)
+        return StageSetup(plan, options, job, transport, channel, [whole], spec, lambda batch: batch)
     assert job.loss is not None
     split = SplitLoss(job.loss, job.model, job.example)
     value = split.input_of(job.example)
@@ -156,10 +156,10 @@ def parts_of(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -
         corrections=options.built_corrections(), objectives=options.method.objectives(options),
         codes=codes, lends=options.method.lends,
     )  # fmt: skip
-    return Parts(plan, options, job, transport, channel, stages, spec, input_of, coded, is_traced)
+    return StageSetup(plan, options, job, transport, channel, stages, spec, input_of, coded, is_traced)
 
 
-def ranks_of(parts: Parts) -> Ranks:
+def ranks_of(parts: StageSetup) -> Ranks:
     """Who runs what, of this rank's replica."""
     rank, workers = parts.rank, parts.spec.schedule.workers
     if parts.options.method.is_side_by_side:
@@ -168,7 +168,7 @@ def ranks_of(parts: Parts) -> Ranks:
     return parts.options.ranks(together if len(together) == workers else range(workers))
 
 
-def replicas_of(parts: Parts) -> StageReplicas:
+def replicas_of(parts: StageSetup) -> StageReplicas:
     """The ranks that hold the same stages."""
     mesh, whole = parts.plan.mesh, parts.transport.place
     replicas = parts.options.replicas(whole.workers)
@@ -186,7 +186,7 @@ def beside_bytes(units: Sequence[DenseUnit]) -> float:
     return float(sum(one.nbytes for one in kept))
 
 
-def _groups(parts: Parts, place: RankInfo) -> dict[int, list[DenseUnit]]:
+def _groups(parts: StageSetup, place: RankInfo) -> dict[int, list[DenseUnit]]:
     """What crosses by exchanges, of the stages here.
 
     Args:

@@ -24,36 +24,36 @@ from armillary.schedules.registry import options_of, owns_loop
 from armillary.session.attach import attach
 from armillary.session.data_check import alike_ranks
 from armillary.session.events import (
-    Decided,
     Ended,
     Evaluated,
     Event,
     NothingLeft,
+    PlannedJob,
     Progress,
     Resumed,
     Saved,
     Warned,
 )
-from armillary.session.kept_start import hosts_of, leave_made_for, made_for
-from armillary.session.plan_job import decide, subject_of
-from armillary.session.replica_checks import health_of
+from armillary.session.health import health_of
+from armillary.session.plan_cache import cache_key, hosts_of, write_cache_key
+from armillary.session.plan_job import model_to_plan, plan_job
 from armillary.session.report import compare
 from armillary.session.run import Run
 from armillary.session.run_folder import forget_after, keep_decision, keep_end, keep_others_out, note, open_folder
 from armillary.session.save import CheckpointEvery
-from armillary.session.tally import Tally, everyones_trace, usual_seconds
+from armillary.session.traffic_meter import TrafficMeter, everyones_trace, usual_seconds
 from armillary.session.train_settings import (
-    GLANCE_BATCHES,
     PROGRESS_STEPS,
+    VALIDATION_BATCHES,
     WATCHED_STEP,
     Settings,
-    as_before,
-    ask_anew,
-    glance_steps,
+    apply_new_options,
     group_options,
     reset_peak_memory,
     resident_bytes,
-    sampled,
+    resume_plan,
+    validation_batches,
+    validation_interval,
 )
 from armillary.session.workload import Batch, Workload, baseline, device_of, opened, stream_seed, together
 from armillary.stages.optimizer_step import Options
@@ -76,10 +76,10 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         ValueError: the folder cannot be written, another run is at work in it, or the plan does not fit.
         FloatingPointError: this rank's loss is not finite; nothing of that step was exchanged.
     """
-    subject = subject_of(workload, settings.seed)
-    wanted = made_for(subject.model, subject.optimizer, "train", ())
-    settings = as_before(settings, wanted)
-    decided = decide(subject, replace(settings.request, times_prefetch=not settings.request.owns_loop))
+    subject = model_to_plan(workload, settings.seed)
+    wanted = cache_key(subject.model, subject.optimizer, "train", ())
+    settings = resume_plan(settings, wanted)
+    decided = plan_job(subject, replace(settings.request, times_prefetch=not settings.request.owns_loop))
     loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
     run = attach(
         decided.plan, subject.model, subject.optimizer, loss=loss, example=next(iter(subject.draw(1))),
@@ -95,7 +95,7 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
         if training.step < settings.steps:
             yield from training.begin()
             if run.rank == 0:
-                leave_made_for(settings.folder, wanted)  # links stay for a run that goes on
+                write_cache_key(settings.folder, wanted)  # links stay for a run that goes on
             while training.step < settings.steps:
                 training.advance()
                 yield from training.look_around()
@@ -122,7 +122,7 @@ class Training:
     left: what an earlier part of the run saved of its loop; begun: options of the optimizer, before any scheduler.
     """
 
-    def __init__(self, workload: Workload, settings: Settings, run: Run, decided: Decided):
+    def __init__(self, workload: Workload, settings: Settings, run: Run, decided: PlannedJob):
         self.workload, self.settings, self.run = workload, settings, run
         self.job = run._engine
         options = options_of(run.plan)
@@ -140,10 +140,10 @@ class Training:
         self.since = time.perf_counter()
         self.carry_out(decided)
 
-    def carry_out(self, decided: Decided) -> None:
+    def carry_out(self, decided: PlannedJob) -> None:
         """What is measured from here on is held against this plan."""
         self.decided = decided
-        self.tally = self.job.tally = Tally(decided.plan)
+        self.traffic_meter = self.job.traffic_meter = TrafficMeter(decided.plan)
         of_step = decided.plan.activation_bytes or decided.profile.peak_bytes
         of_groups = decided.plan.forecast
         seconds = decided.plan.step_seconds or of_groups.seconds  # of a plan that nobody played: one after another
@@ -179,7 +179,7 @@ class Training:
         asked, self.begun = self.begun, begun or self.begun
         if not self.settings.asks_options:
             return ""
-        remark = ask_anew(self.job.optimizer, self.begun, asked)
+        remark = apply_new_options(self.job.optimizer, self.begun, asked)
         self.begun = asked
         return remark
 
@@ -226,7 +226,7 @@ class Training:
         """The step that ends now."""
         seconds = time.perf_counter() - began
         self.step_seconds.append(seconds)
-        self.tally.add_step(self.step, began - self.job.transport.origin_seconds, seconds)
+        self.traffic_meter.add_step(self.step, began - self.job.transport.origin_seconds, seconds)
 
     def _learn_of(self, finished: Sequence[StepLosses]) -> None:
         for one in finished:
@@ -251,7 +251,7 @@ class Training:
             self._learn_of(self.job.drained())
         if self.step % PROGRESS_STEPS == 0 or is_last:
             yield self._told(self._progress())
-        is_due = self.step % glance_steps(self.settings.steps) == 0
+        is_due = self.step % validation_interval(self.settings.steps) == 0
         if is_due or is_last:  # beside all of the split, of which a glance is an estimate
             yield self._told(Evaluated(self.step, self._evaluate(is_whole=False), is_whole=False))
         if not is_last and self._is_save_due():
@@ -272,9 +272,9 @@ class Training:
         """Adds up what all ranks did since the last time; outside the trace."""
         seconds = time.perf_counter() - self.since
         steps, workers = self.step - self.told_step, self.run.workers
-        before = self.tally.sent_bytes
+        before = self.traffic_meter.sent_bytes
         self.job.count()
-        sums = [self.loss_sum, self.loss_count, self.samples, self.tally.sent_bytes - before]
+        sums = [self.loss_sum, self.loss_count, self.samples, self.traffic_meter.sent_bytes - before]
         mine = torch.tensor(sums, dtype=torch.float64)
         with self.job.transport.unrecorded():
             loss_sum, count, samples, sent = self.job.transport.complete(summed(mine), "progress").tolist()
@@ -300,7 +300,9 @@ class Training:
     @cached_property
     def _sample(self) -> list[Batch]:
         """What every glance looks at, of a resumed run too: it depends on nothing but the seed and the rank."""
-        return sampled(self._held_out(), GLANCE_BATCHES, stream_seed(self.settings.seed, 0, self.run.rank))
+        return validation_batches(
+            self._held_out(), VALIDATION_BATCHES, stream_seed(self.settings.seed, 0, self.run.rank)
+        )
 
     def _save(self) -> Saved:
         began = time.perf_counter()
@@ -311,8 +313,8 @@ class Training:
 
     def end(self) -> Iterator[Event]:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
-        trace = everyones_trace((*self.tally.records, *self.tally.step_records), self.job.transport)
-        comparison, health = compare(self.job, self.tally, trace), health_of(self.job)
+        trace = everyones_trace((*self.traffic_meter.records, *self.traffic_meter.step_records), self.job.transport)
+        comparison, health = compare(self.job, self.traffic_meter, trace), health_of(self.job)
         yield self._save()
         metrics = self._evaluate(is_whole=True)
         held = sum(self.job.held_bytes().values())
@@ -320,7 +322,7 @@ class Training:
         peak, resident = self.job.transport.agree_largest(mine)
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
         steps, seconds = self.step - self.plan_step, self.train_seconds
-        usual = usual_seconds(self.step_seconds or [seconds / steps], self.tally.period)
+        usual = usual_seconds(self.step_seconds or [seconds / steps], self.traffic_meter.period)
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
         figures = (self.forecast, usual, rate, peak, resident, self.plan_step)

@@ -4,8 +4,8 @@ A resumed run keeps plan and profile of its folder, unless another plan is asked
 time, and could come out differently on a busier machine. On the same hosts with the same torch it keeps the measured
 links too.
 
-Held-out batches that are looked at while training are a random sample (`sampled`: Vitter, 1985, algorithm R), since the
-first ones may be unlike the rest.
+Held-out batches that are looked at while training are a random sample (`validation_batches`: Vitter, 1985, algorithm
+R), since the first ones may be unlike the rest.
 """
 
 import random
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from armillary.exchanges.parcel import RankInfo
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.profile import Profile
-from armillary.session.kept_start import MadeFor, hosts_of, kept_links
+from armillary.session.plan_cache import CacheKey, cached_links, hosts_of
 from armillary.session.plan_job import JobRequest, open_transport
 from armillary.session.run_folder import CHECKPOINTS, kept_decision
 from armillary.session.workload import Batch
@@ -31,23 +31,23 @@ from armillary.transport.agreement import by_rank_zero
 
 __all__ = [
     "AMONG",
-    "GLANCE_BATCHES",
     "PROGRESS_STEPS",
+    "VALIDATION_BATCHES",
     "WATCHED_STEP",
     "Settings",
-    "as_before",
-    "ask_anew",
-    "glance_steps",
+    "apply_new_options",
     "group_options",
     "reset_peak_memory",
     "resident_bytes",
-    "sampled",
+    "resume_plan",
+    "validation_batches",
+    "validation_interval",
 ]
 
 AMONG = 256  # batches drawn at most, so that an endless or a slow stream costs little
 
 
-def sampled(batches: Iterable[Batch], count: int, seed: int) -> list[Batch]:
+def validation_batches(batches: Iterable[Batch], count: int, seed: int) -> list[Batch]:
     """`count` of the first AMONG batches, each as likely as any other; all of them if there are no more.
     The same batches and seed give the same sample."""
     stream = random.Random(seed)
@@ -66,7 +66,9 @@ def group_options(optimizer: Optimizer) -> Options:
     return [{name: plain(value) for name, value in group.items()} for group in options_of(optimizer)]
 
 
-def ask_anew(optimizer: Optimizer, begun: Sequence[Mapping[str, Any]], asked: Sequence[Mapping[str, Any]]) -> str:
+def apply_new_options(
+    optimizer: Optimizer, begun: Sequence[Mapping[str, Any]], asked: Sequence[Mapping[str, Any]]
+) -> str:
     """Puts what is asked otherwise than the run began with in the place of what was loaded; says what. A number that a
     scheduler has moved since then is moved in proportion."""
     said: dict[str, None] = {}
@@ -87,13 +89,13 @@ def _text(value: Any) -> str:
 
 PROGRESS_STEPS = 10
 WATCHED_STEP = 5  # under a plan, or its last: late enough that all state is there and prefetch is under way
-GLANCES = 10  # short evaluations during a run, of this many batches per rank
-GLANCE_BATCHES = 2
+VALIDATIONS = 10  # short evaluations during a run, of this many batches per rank
+VALIDATION_BATCHES = 2
 
 
-def glance_steps(steps: int) -> int:
+def validation_interval(steps: int) -> int:
     """From one short evaluation to the next; one more follows the last step."""
-    return max(PROGRESS_STEPS, steps // GLANCES)
+    return max(PROGRESS_STEPS, steps // VALIDATIONS)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Settings:
         return self.folder / CHECKPOINTS
 
 
-def as_before(settings: Settings, wanted: MadeFor) -> Settings:
+def resume_plan(settings: Settings, wanted: CacheKey) -> Settings:
     """Collective. The settings with plan and profile of the run that is gone on with, and its links if they are these;
     the settings themselves where anything is asked of the plan, or the job is of other workers or nodes.
 
@@ -142,7 +144,7 @@ def as_before(settings: Settings, wanted: MadeFor) -> Settings:
     transport = open_transport()
     kept = by_rank_zero(transport, lambda: kept_decision(settings.folder))
     place, here = transport.place, replace(wanted, hosts=hosts_of(transport))
-    links = by_rank_zero(transport, lambda: kept_links(settings.folder, here)) if kept else None
+    links = by_rank_zero(transport, lambda: cached_links(settings.folder, here)) if kept else None
     transport.close()
     if not kept:
         return settings

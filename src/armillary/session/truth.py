@@ -30,7 +30,7 @@ from armillary.reference.whole_model import CutModel, Loss, WholeModel
 from armillary.schedules.edges import codes_of
 from armillary.schedules.random_streams import seed_streams
 from armillary.schedules.registry import options_of
-from armillary.session.workload import Batch, Feed, Workload, stream_seed
+from armillary.session.workload import Batch, TrainBatches, Workload, stream_seed
 
 __all__ = [
     "ROUNDING",
@@ -129,7 +129,7 @@ def seeded_loss(workload: Workload, model: nn.Module, seeded: SeededBatch) -> Te
 
 def _batches(workload: Workload, workers: int, steps: int, seed: int) -> Sequence[list[SeededBatch]]:
     """By step and worker, each with the seed of its random stream."""
-    feeds = [Feed(workload, (worker, workers), seed) for worker in range(workers)]
+    feeds = [TrainBatches(workload, (worker, workers), seed) for worker in range(workers)]
     return [
         [SeededBatch(stream_seed(seed, step, worker), next(feed)) for worker, feed in enumerate(feeds)]
         for step in range(steps)

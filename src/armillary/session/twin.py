@@ -38,7 +38,7 @@ from armillary.session.truth import ScheduleTruth, SeededBatch, seeded_loss
 from armillary.session.twin_page import Twin
 from armillary.session.twin_plans import AskedTraining, Both, Losses, planned
 from armillary.session.validation import handed_in
-from armillary.session.workload import Batch, Feed, Script, Workload, stream_seed
+from armillary.session.workload import Batch, Script, TrainBatches, Workload, stream_seed
 
 __all__ = ["HELD_OUT", "Lockstep", "Told", "Trained", "Trainee", "of_replicas", "trained", "twin", "under_schedule"]
 
@@ -84,7 +84,7 @@ def under_schedule(
         ValueError: the model or the loss cannot be cut as the plan says.
     """
     mine, options = copy.deepcopy(model), options_of(plan)
-    example = next(Feed(workload, (0, options.total(plan.workers)), seed))
+    example = next(TrainBatches(workload, (0, options.total(plan.workers)), seed))
     cut = cut_model(workload.loss, mine, example, options)
     coded = coded_leaves(mine, plan, cut.input_of(example)) if options.method.is_cut else ()
     truth = ScheduleTruth(plan, mine, optimizer(mine), cut, seed)
@@ -157,7 +157,7 @@ def trained(
             Replicas(model, optimizer, workers, both.departing, answer, both.rows, asked.topology.workers_per_node),
         )
         sides = [of_replicas(workload, one) for one in pair]
-    feeds = [Feed(workload, (number, asked.batches), seed) for number in range(asked.batches)]
+    feeds = [TrainBatches(workload, (number, asked.batches), seed) for number in range(asked.batches)]
     losses: tuple[list[float], list[float]] = ([], [])
     looks = set(knots(asked.steps))
     for step in range(asked.steps + 1):

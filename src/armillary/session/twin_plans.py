@@ -30,9 +30,9 @@ from armillary.reference.replicas import SharedGroup
 from armillary.reference.serial import Meanings
 from armillary.schedules.registry import read
 from armillary.session.gap import Side, Sides, knots
-from armillary.session.plan_job import assumptions_of, subject_of
+from armillary.session.plan_job import assumptions_of, model_to_plan
 from armillary.session.simulate import PROFILED_WORKERS
-from armillary.session.tally import way_of
+from armillary.session.traffic_meter import way_of
 from armillary.session.truth import departing
 from armillary.session.twin_page import Sent, Twin
 from armillary.session.workload import Workload
@@ -138,7 +138,7 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     seen, threads = min(asked.topology.workers, PROFILED_WORKERS), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        subject = subject_of(workload, seed=0)
+        subject = model_to_plan(workload, seed=0)
         found = profile(subject.model, subject.draw(seen), subject.loss, workers=seen)
     finally:
         torch.set_num_threads(threads)

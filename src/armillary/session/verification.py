@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, Moved, Pushed
+from armillary.exchanges.dense import CompletedPush, DenseExchange, PushResult
 from armillary.exchanges.exchange import dense_exchanges
 from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.choice import Choice
@@ -38,20 +38,20 @@ __all__ = [
     "Verification",
     "acts_of",
     "edge_acts",
-    "hurried",
     "lowered",
+    "shortened",
     "watched",
 ]
 
 Acts = Counter[tuple[str, str]]  # by exchange and mechanism
 
 
-def hurried(plan: Plan) -> Plan:
+def shortened(plan: Plan) -> Plan:
     """The plan with every start, lifespan, size limit and warm-up lowered as far as exchanges and edges say."""
     known = dense_exchanges()
     for group in plan.groups:
         if group.exchange is not None and group.exchange.name in known:
-            lowered = known[group.exchange.name].hurried(group.exchange.options)
+            lowered = known[group.exchange.name].shortened(group.exchange.options)
             plan = plan.with_group(replace(group, exchange=Choice(group.exchange.name, dict(lowered))))
     stages = [
         replace(stage, edge=hurried_edge(stage.edge), edge_back=hurried_edge(stage.edge_back)) for stage in plan.stages
@@ -60,7 +60,7 @@ def hurried(plan: Plan) -> Plan:
 
 
 def lowered(asked: Plan, plan: Plan) -> tuple[str, ...]:
-    """What `hurried` made other than it was asked for, in words."""
+    """What `shortened` made other than it was asked for, in words."""
     pairs = [(was.exchange, now.exchange) for was, now in zip(asked.groups, plan.groups, strict=True)]
     for was, now in zip(asked.stages, plan.stages, strict=True):
         pairs += [(was.edge, now.edge), (was.edge_back, now.edge_back)]
@@ -114,9 +114,9 @@ def _told_of_pushes(exchange: DenseExchange, name: str, layout: Layout, workers:
     told = exchange.mechanisms(layout, workers)
     acts.update({(name, mechanism): 0 for mechanism in told})
 
-    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[Moved]:
+    def push(parcel: Parcel, state: State, place: RankInfo) -> Program[PushResult]:
         moved = yield from exchange.push(parcel, state, place)
-        pushed = Pushed(parcel.layout, place.workers, state, moved[1])
+        pushed = CompletedPush(parcel.layout, place.workers, state, moved[1])
         acts.update({(name, mechanism): times(pushed) for mechanism, times in told.items()})
         return moved
 

@@ -30,8 +30,8 @@ from armillary.profiler.probe import Loss
 from armillary.schedules.registry import owns_loop
 from armillary.session.attach import attach
 from armillary.session.data_check import alike_ranks
-from armillary.session.double_precision import InDouble, forced
-from armillary.session.plan_job import JobRequest, decide, open_transport, subject_of
+from armillary.session.double_precision import InDouble, uniform_plan
+from armillary.session.plan_job import JobRequest, model_to_plan, open_transport, plan_job
 from armillary.session.run import Run
 from armillary.session.truth import SeededBatch, Truth, coded_rows, departs, one_process, replicas, seeded_loss
 from armillary.session.verification import (
@@ -42,12 +42,12 @@ from armillary.session.verification import (
     Verdict,
     Verification,
     acts_of,
-    hurried,
     lowered,
+    shortened,
     watched,
 )
 from armillary.session.verify_schedule import verify_schedule
-from armillary.session.workload import Feed, Script, Workload, stream_seed
+from armillary.session.workload import Script, TrainBatches, Workload, stream_seed
 from armillary.tables.handle import TableHandle
 from armillary.transport.agreement import by_rank_zero
 
@@ -83,17 +83,17 @@ def verify_workload(
         ValueError: what is asked cannot be granted.
     """
     double = InDouble(workload)
-    decided = decide(subject_of(double, seed), request or JobRequest())
+    decided = plan_job(model_to_plan(double, seed), request or JobRequest())
     if owns_loop(decided.plan.schedule):
         if global_batch is not None:
             raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
-        plan = hurried(decided.plan)
+        plan = shortened(decided.plan)
         found = verify_schedule(double, plan, steps, seed, every_bit)
         return replace(found, lowered=lowered(decided.plan, plan))
-    plans = {"planned": hurried(decided.plan)}
+    plans = {"planned": shortened(decided.plan)}
     exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
     names = exact if exchanges == "every" else exchanges
-    plans |= {name: forced(decided.profile, Choice(name), decided.plan.workers_per_node) for name in names}
+    plans |= {name: uniform_plan(decided.profile, Choice(name), decided.plan.workers_per_node) for name in names}
     plans = _distinct(plans)
     one, places = (double, decided.plan.workers) if global_batch is None else (InDouble(global_batch), 1)
     serial: dict[int, Truth] = {}  # by steps
@@ -156,7 +156,7 @@ def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> _Trained:
     optimizer = workload.optimizer(model.parameters())
     run = attach(plan, model, optimizer, check_order=True)
     mine, acts = watched(run), Acts()
-    feed = Feed(workload, (run.rank, run.workers), seed)
+    feed = TrainBatches(workload, (run.rank, run.workers), seed)
     most, taken = max(steps, min(LONGER * steps, workload.steps)), 0
     for step, batch in enumerate(islice(feed, most)):
         optimizer.zero_grad(set_to_none=True)

@@ -39,7 +39,7 @@ from armillary.session.verification import (
     edge_acts,
     watched,
 )
-from armillary.session.workload import Batch, Feed, Workload
+from armillary.session.workload import Batch, TrainBatches, Workload
 from armillary.stages.partition import ties_of
 from armillary.stages.stages import cut_at
 from armillary.transport.agreement import by_rank_zero
@@ -79,7 +79,7 @@ class _Case(NamedTuple):
 
     def feed(self, micro_batch: int) -> Iterator[Batch]:
         """What one of a step's micro-batches is, step by step: two that return, where an edge remembers samples."""
-        feed = Feed(self.workload, (micro_batch, self.micro_batches), self.seed)
+        feed = TrainBatches(self.workload, (micro_batch, self.micro_batches), self.seed)
         if any(code.cache_bytes for code in codes_of(self.options.edges).values()):
             return cycle([next(feed), next(feed)])
         return feed
@@ -173,7 +173,7 @@ def _train(case: _Case) -> tuple[Run, OwnedLoop, Acts]:
     model = case.workload.model()
     optimizer = case.workload.optimizer(model.parameters())
     count = case.micro_batches
-    example = next(Feed(case.workload, (0, count), case.seed))
+    example = next(TrainBatches(case.workload, (0, count), case.seed))
     whole = attach(case.plan, model, optimizer, loss=case.workload.loss, example=example, seed=case.seed)
     run = whole._engine
     assert isinstance(run, OwnedLoop)
@@ -210,7 +210,7 @@ def _truths(case: _Case, is_held_whole: bool) -> _Truths:
     feeds = [case.feed(micro_batch) for micro_batch in range(case.micro_batches)]
     truth: WholeTruth | ScheduleTruth = WholeTruth(case.plan, model, optimizer, case.workload.loss)
     if not is_held_whole:
-        example = next(Feed(case.workload, (0, case.micro_batches), case.seed))
+        example = next(TrainBatches(case.workload, (0, case.micro_batches), case.seed))
         cut = cut_model(case.workload.loss, model, example, case.options)
         truth = ScheduleTruth(case.plan, model, optimizer, cut, case.seed)
     norms: dict[str, float] = {}

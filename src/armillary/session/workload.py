@@ -1,8 +1,8 @@
 """What a workload is: a model, its data and what is said of both, built in or a script's own.
 
 `train`, `plan` and `verify` need nothing else of a task. A built-in workload is ordinary PyTorch and imports nothing of
-the library. A `Script` hands out copies, so the script's own model and optimizer stay as they are. `Feed` is a worker's
-share of the data.
+the library. A `Script` hands out copies, so the script's own model and optimizer stay as they are. `TrainBatches` is a
+worker's share of the data.
 """
 
 import copy
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 __all__ = [
     "Batch",
-    "Feed",
     "Script",
+    "TrainBatches",
     "Workload",
     "baseline",
     "baseline_name",
@@ -190,7 +190,7 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
-class Feed:
+class TrainBatches:
     """A worker's training batches, epoch after epoch. `epoch` and `drawn` say where it stands.
 
     Raises:
@@ -234,7 +234,7 @@ class Feed:
         return self.workload.batch_size * self.place[1]
 
     @classmethod
-    def resume(cls, workload: Workload, place: tuple[int, int], seed: int, state: Mapping[str, int]) -> "Feed":
+    def resume(cls, workload: Workload, place: tuple[int, int], seed: int, state: Mapping[str, int]) -> "TrainBatches":
         """Goes on where `state` left off; with other batches or workers, after as many examples (rounded down)."""
         drawn = state["examples"] // (workload.batch_size * place[1])
         return cls(workload, place, seed, state["epoch"], drawn)
@@ -242,21 +242,23 @@ class Feed:
 
 def opened(
     workload: Workload, mine: Sequence[int], count: int, seed: int, left: Mapping[str, Any] | None = None
-) -> list[Feed]:
+) -> list[TrainBatches]:
     """A feed for each micro-batch that this rank hands in, of `count` in a step.
 
     Args:
         left: the place that `together` gave to an earlier part of the training, on this rank or another.
     """
     if left is None:
-        return [Feed(workload, (number, count), seed) for number in mine]
+        return [TrainBatches(workload, (number, count), seed) for number in mine]
     states = left.get("feeds", [])
     if len(states) != len(mine):
         states = [left["feed"]] * len(mine)
-    return [Feed.resume(workload, (number, count), seed, state) for number, state in zip(mine, states, strict=True)]
+    return [
+        TrainBatches.resume(workload, (number, count), seed, state) for number, state in zip(mine, states, strict=True)
+    ]
 
 
-def together(feeds: Sequence[Feed]) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
+def together(feeds: Sequence[TrainBatches]) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
     """A step's batches, one of each feed, with the place in the data after them. A loop that prefetches holds a batch
     while the feed has drawn others; what it saves is the place of the one it holds."""
     while True:

@@ -30,10 +30,10 @@ __all__ = [
     "average_tensors",
     "gathered",
     "make_table",
-    "put_back",
     "put_handle",
     "refuse_reads",
     "row_tensors",
+    "unshard_tables",
 ]
 
 
@@ -86,7 +86,7 @@ def gathered(tensor: RowTensor, transport: Transport) -> Tensor:
     return whole
 
 
-def put_back(
+def unshard_tables(
     optimizer: Optimizer,
     tables: Mapping[str, RowTable],
     held: Mapping[str, Held],

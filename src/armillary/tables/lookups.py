@@ -17,13 +17,13 @@ from torch import Tensor
 
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FIELDS, FLAGS, LookupRequest, LookupRound, State, look_up
-from armillary.models.post_accumulate_hook import when_final
+from armillary.models.post_accumulate_hook import on_grad_accumulated
 from armillary.plans.requests import gathered, summed
 from armillary.tables.table import LookUp, RowTable
 from armillary.transport.in_flight import InFlight, start_coalesced
 from armillary.transport.transport import Transport
 
-__all__ = ["LookUps", "NoPrefetch", "Prefetch", "Rider", "TableNorms"]
+__all__ = ["LookUps", "NoPrefetch", "PiggybackColumns", "Prefetch", "TableNorms"]
 
 
 class TableNorms:
@@ -78,7 +78,7 @@ def _nought() -> Tensor:
 Leaves = Callable[[], Sequence[Tensor]]  # the tensors of a batch
 
 
-class Rider(NamedTuple):
+class PiggybackColumns(NamedTuple):
     """What goes with a round of look-ups. columns: (ranks, n) float64 for the headers, None for none. flights: programs
     whose next request leaves at the same moment."""
 
@@ -105,11 +105,11 @@ class Prefetch(Protocol):
     def take(self, table: RowTable, keys: Tensor) -> LookUp | None:
         """The look-up of these sorted distinct keys, if its rows are here. None: it must be made. Asks nobody."""
 
-    def ride(self, is_idle: bool) -> Rider:
+    def piggyback(self, is_idle: bool) -> PiggybackColumns:
         """What goes with the next round. is_idle: this rank wants no rows by it."""
 
-    def hear(self, columns: Tensor) -> None:
-        """A round's headers are here. columns: (ranks, n), what each rank sent by `ride`."""
+    def receive_columns(self, columns: Tensor) -> None:
+        """A round's headers are here. columns: (ranks, n), what each rank sent by `piggyback`."""
 
     # A backward.
     def seal(self) -> None:
@@ -133,10 +133,10 @@ class NoPrefetch:
     def take(self, table: RowTable, keys: Tensor) -> LookUp | None:
         return None
 
-    def ride(self, is_idle: bool) -> Rider:
-        return Rider()
+    def piggyback(self, is_idle: bool) -> PiggybackColumns:
+        return PiggybackColumns()
 
-    def hear(self, columns: Tensor) -> None:
+    def receive_columns(self, columns: Tensor) -> None:
         pass
 
     def seal(self) -> None:
@@ -162,7 +162,7 @@ class LookUps:
         self.weights: tuple[float, ...] = (1.0,) * transport.place.workers
         self.words: tuple[int, ...] = ()  # of every rank, as the last round told them
         self.learned: list[RowTable] = []  # tables that any rank's backward brings a gradient
-        self.is_phantom = False  # this rank's data have run out: what it reads is not learned from
+        self.is_exhausted = False  # this rank's data have run out: what it reads is not learned from
 
     def read(self, table: RowTable, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids (any shape) -> distinct rows (u, *row shape), a leaf; and for each id its place among them.
@@ -182,7 +182,7 @@ class LookUps:
         self._refuse_out_of_range(table, ids)
         keys, inverse = torch.unique(table.ownership.keys(ids.long()), return_inverse=True)
         learns = torch.is_grad_enabled() and table.requires_grad
-        needs_gradient = learns and not self.is_phantom
+        needs_gradient = learns and not self.is_exhausted
         waiting = self.prefetch.take(table, keys) if needs_gradient else None
         if waiting is None:
             with torch.no_grad():
@@ -192,7 +192,7 @@ class LookUps:
             rows = self._await_gradient(table, waiting)
         elif learns:  # the backward runs as everywhere, but its gradient stays here
             place = self.tables.index(table)
-            when_final(rows.requires_grad_(), self, lambda here, _: here.on_gradient(here.tables[place]))
+            on_grad_accumulated(rows.requires_grad_(), self, lambda here, _: here.on_gradient(here.tables[place]))
         return rows, inverse
 
     def _fetch(self, table: RowTable, keys: Tensor, needs_gradient: bool) -> Tensor:
@@ -245,14 +245,14 @@ class LookUps:
                 return rows
 
     def _round(self, request: LookupRequest) -> LookupRound:
-        rider = self.prefetch.ride(isinstance(request.table, str))
-        program = look_up(request._replace(extra=rider.columns), self.served, self.transport.place)
+        piggybacked = self.prefetch.piggyback(isinstance(request.table, str))
+        program = look_up(request._replace(extra=piggybacked.columns), self.served, self.transport.place)
         opening = InFlight(program, "look-ups", 0)
-        start_coalesced([opening, *rider.flights], self.transport)
+        start_coalesced([opening, *piggybacked.flights], self.transport)
         assert opening.wait is not None
         headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
-        self.prefetch.hear(headers[:, FIELDS:])
+        self.prefetch.receive_columns(headers[:, FIELDS:])
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: LookupRound = self.transport.complete(program, label, headers)
         self._remember(outcome, request)
@@ -268,8 +268,8 @@ class LookUps:
     def _await_gradient(self, table: RowTable, waiting: LookUp) -> Tensor:
         rows = waiting.rows
         assert rows is not None
-        place, known = self.tables.index(table), weakref.ref(waiting)  # both hold the rows: see `when_final`
-        when_final(rows.requires_grad_(), self, lambda here, _: here._arrived(here.tables[place], known()))
+        place, known = self.tables.index(table), weakref.ref(waiting)  # both hold the rows: see `on_grad_accumulated`
+        on_grad_accumulated(rows.requires_grad_(), self, lambda here, _: here._arrived(here.tables[place], known()))
         return rows
 
     def _arrived(self, table: RowTable, waiting: LookUp | None) -> None:

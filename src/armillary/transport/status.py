@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from armillary.transport.groups import Clients
 
-__all__ = ["ABSENT", "CLOSED", "LET_GO", "SILENT", "Board", "Stand", "Standing"]
+__all__ = ["ABSENT", "CLOSED", "LET_GO", "SILENT", "CallTracker", "RankStatus", "StatusStore"]
 
 # Ends without an error, and no beginning.
 SILENT = "no sign of life"
@@ -25,7 +25,7 @@ LET_GO = "ended its program, or let go of its run, without run.close()"
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankStatus:
     """Where a rank stood at one moment.
 
     Args:
@@ -66,11 +66,11 @@ class Stand:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Stand":
-        return Stand(**json.loads(text))
+    def from_json(text: str) -> "RankStatus":
+        return RankStatus(**json.loads(text))
 
 
-class Standing:
+class CallTracker:
     """Where this rank stands now. Written by the thread that trains.
 
     step: optimizer steps taken.
@@ -109,19 +109,19 @@ class Standing:
         """What it waits for, empty if nothing, and since when (time.monotonic())."""
         return self._wait, self._waits_since
 
-    def now(self, beat: int = 0, end: str = "") -> Stand:
+    def now(self, beat: int = 0, end: str = "") -> RankStatus:
         """Read while it moves, so two of its words may be of neighbouring moments."""
         wait, waits_since = self.wait
         now = time.monotonic()
         waited = now - waits_since if wait else 0.0
-        return Stand(self._call, self._of, wait, waited, self._last, now - self._since, self.step, beat, end)
+        return RankStatus(self._call, self._of, wait, waited, self._last, now - self._since, self.step, beat, end)
 
 
 ANSWER_SECONDS = 2.0
 T = TypeVar("T")
 
 
-class Board:
+class StatusStore:
     """
     Args:
         clients: of the job's store.
@@ -134,16 +134,16 @@ class Board:
         self._asking: threading.Thread | None = None
         self._is_lost = False  # the store is gone
 
-    def put(self, stand: Stand) -> None:
+    def put(self, stand: RankStatus) -> None:
         """Says where this rank stands. Waits for nobody."""
         self._unless_lost(lambda: self._writing.set(self._key(self.rank), stand.to_json()))
 
-    def stands(self) -> dict[int, Stand] | None:
+    def stands(self) -> dict[int, RankStatus] | None:
         """By rank, of those on the board; None if the store does not answer."""
 
-        def read() -> dict[int, Stand]:
+        def read() -> dict[int, RankStatus]:
             texts = {rank: self._get(self._key(rank)) for rank in range(self.workers)}
-            return {rank: Stand.from_json(text) for rank, text in texts.items() if text}
+            return {rank: RankStatus.from_json(text) for rank, text in texts.items() if text}
 
         return self._soon(read)
 
@@ -155,7 +155,7 @@ class Board:
         """The first word of any rank, empty if there is none."""
         return self._soon(lambda: self._get(self._key("error"))) or ""
 
-    def leave(self, stand: Stand) -> None:
+    def leave(self, stand: RankStatus) -> None:
         """This rank reads no more; its last stand can still be read. The last to leave wipes the board."""
         self.put(stand)
         self._soon(self._left)

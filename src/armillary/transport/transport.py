@@ -42,8 +42,8 @@ from armillary.transport.groups import OpenGroups, start_process_group
 from armillary.transport.order import Messages, OutOfOrder, asked, disagreement, in_numbers, is_doubtful
 from armillary.transport.pairwise import LONG_BYTES, Pairwise
 from armillary.transport.scopes import Pending, Stretches, can_coalesce, coalesced, group_of, named, parted, place_in
-from armillary.transport.status import CLOSED, LET_GO, Board, Standing
-from armillary.transport.watchdog import PATIENCE, Patience, Watchdog, shared_wait
+from armillary.transport.status import CLOSED, LET_GO, CallTracker, StatusStore
+from armillary.transport.watchdog import DEFAULT_TIMEOUTS, Timeouts, Watchdog, shared_wait
 
 __all__ = ["Transport", "Wait"]
 
@@ -66,18 +66,21 @@ class Transport:
         self,
         workers_per_node: int = 1,
         check_order: bool = False,
-        patience: Patience = PATIENCE,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
         turn_bytes: int = TURN_BYTES,
         process_group: Any = None,
     ):
         start_process_group()
-        self.open_groups = OpenGroups(process_group, patience.timeout)
+        self.open_groups = OpenGroups(process_group, timeouts.timeout)
         workers = self.open_groups.workers
         if workers % workers_per_node:
             raise ValueError(f"transport: {workers} ranks do not fill nodes of {workers_per_node}; plan again")
         self.place = RankInfo(self.open_groups.rank, workers, workers_per_node)
         self.check_order, self.recording, self.stretches = check_order, False, Stretches()
-        self.standing, self.counts = Standing(), Counter[Scope]()  # requests; along an axis groups make other numbers
+        self.call_tracker, self.counts = (
+            CallTracker(),
+            Counter[Scope](),
+        )  # requests; along an axis groups make other numbers
         self.records: list[Record] = []
         self.origin_seconds = time.perf_counter()
         self.groups: dict[tuple[Scope, str], tuple[Any, RankInfo]] = {}
@@ -85,7 +88,7 @@ class Transport:
         self.pairwise = Pairwise(turn_bytes)
         self.lanes: dict[bool, Any] = {}  # of messages, by whether they go to a higher rank
         self.messages = Messages(self.place.rank, self._lane, check_order)
-        self.watchdog = self._watched(f"opening/{self.open_groups.parent.group_name}", patience)
+        self.watchdog = self._watched(f"opening/{self.open_groups.parent.group_name}", timeouts)
         try:
             with self.within("attach"), self.waiting("connections to the others"):
                 name = self._open_all()
@@ -95,12 +98,12 @@ class Transport:
             raise
         finally:
             self.watchdog.end("")
-        self.watchdog = self._watched(name, patience)
+        self.watchdog = self._watched(name, timeouts)
         self._let_go = weakref.finalize(self, self.watchdog.end, LET_GO)
 
-    def _watched(self, name: str, patience: Patience) -> Watchdog:
-        board = Board(self.open_groups.clients, name, self.place.rank, self.place.workers)
-        return Watchdog(self.standing, board, patience)
+    def _watched(self, name: str, timeouts: Timeouts) -> Watchdog:
+        status_store = StatusStore(self.open_groups.clients, name, self.place.rank, self.place.workers)
+        return Watchdog(self.call_tracker, status_store, timeouts)
 
     def _open_all(self) -> str:
         """Their name."""
@@ -149,15 +152,15 @@ class Transport:
     @property
     def step(self) -> int:
         """Optimizer steps taken."""
-        return self.standing.step
+        return self.call_tracker.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.standing.step = step
+        self.call_tracker.step = step
 
     def within(self, call: str, of: str = "") -> AbstractContextManager[None]:
         """Inside, other ranks see this one in that call (of that), unless it is in another already."""
-        return self.standing.within(call, of)
+        return self.call_tracker.within(call, of)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around every wait for other ranks; see `Watchdog.waiting`."""

@@ -5,9 +5,9 @@ where this rank stands, and looks at the others only while it waits long. A rank
 in a call that lets no thread run. Horovod's stall inspector is the model; it needs a coordinator, which there is none
 of here.
 
-Nothing here ends a wait: that is the timeout of the groups. Where a wait failed, `remedy` says what to do, by the calls
-that the ranks are in. `LastWords` tells the others of the error that ends this rank's program. `shared_wait` lets
-several threads have one answer, since a second wait for one of gloo's receives never ends.
+Nothing here ends a wait: that is the timeout of the groups. Where a wait failed, `timeout_advice` says what to do, by
+the calls that the ranks are in. `CrashReport` tells the others of the error that ends this rank's program.
+`shared_wait` lets several threads have one answer, since a second wait for one of gloo's receives never ends.
 """
 
 import math
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from armillary.transport.status import ABSENT, CLOSED, LET_GO, SILENT, Board, Stand, Standing
+from armillary.transport.status import ABSENT, CLOSED, LET_GO, SILENT, CallTracker, RankStatus, StatusStore
 
-__all__ = ["PATIENCE", "LastWords", "Patience", "Watchdog", "adds_nothing", "remedy", "shared_wait"]
+__all__ = ["DEFAULT_TIMEOUTS", "CrashReport", "Timeouts", "Watchdog", "repeats_others", "shared_wait", "timeout_advice"]
 
 # What gloo says of a peer that has left or did not come: not who, nor in what.
 _BARE = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
@@ -50,13 +50,13 @@ _AWAY = (
 )
 
 
-def adds_nothing(error: BaseException) -> bool:
+def repeats_others(error: BaseException) -> bool:
     """Whether the transport's own words say no more than that a peer is gone or late."""
     text = str(error).lower()
     return any(bare in text for bare in _BARE)
 
 
-def remedy(mine: Stand, peers: Sequence[Stand]) -> str:
+def timeout_advice(mine: RankStatus, peers: Sequence[RankStatus]) -> str:
     """What to do; empty if where the ranks stand does not say."""
     here = [peer for peer in peers if not peer.end]
     calls = dict.fromkeys([mine.call, *(peer.call for peer in here)])
@@ -74,7 +74,7 @@ def remedy(mine: Stand, peers: Sequence[Stand]) -> str:
     return text[:1].upper() + text[1:]
 
 
-class LastWords:
+class CrashReport:
     """In force until `remove`. tell: is given one line."""
 
     def __init__(self, tell: Callable[[str], object]) -> None:
@@ -91,7 +91,7 @@ class LastWords:
     def remove(self) -> None:
         """The hook before is in force again; where somebody else's has been put before this one, this does nothing."""
         self._tell = None
-        while isinstance(sys.excepthook, LastWords) and sys.excepthook._tell is None:
+        while isinstance(sys.excepthook, CrashReport) and sys.excepthook._tell is None:
             sys.excepthook = sys.excepthook._before
 
 
@@ -126,7 +126,7 @@ REPORT_AFTER = 60.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """
     Args:
         report_after: seconds of one wait after which a rank prints who stands where, and again whenever as long has
@@ -156,7 +156,7 @@ class Patience:
             )
 
 
-PATIENCE = Patience()  # of who did not ask for other
+DEFAULT_TIMEOUTS = Timeouts()  # of who did not ask for other
 
 
 BEAT_SECONDS = 1.0  # between two words of where this rank stands
@@ -168,7 +168,7 @@ UNANSWERED = "the others: unknown, as the process that keeps the job's store (ra
 class SeenPeer(NamedTuple):
     """A stand of another rank; when it was first seen, and last."""
 
-    stand: Stand
+    stand: RankStatus
     first: float
     last: float
 
@@ -177,9 +177,9 @@ class SeenPeer(NamedTuple):
         return 0.0 if self.stand.end else self.last - self.first
 
     @property
-    def known(self) -> Stand:
+    def known(self) -> RankStatus:
         """Nothing, where it is silent."""
-        return Stand(end=SILENT) if self.silent_seconds > SILENT_SECONDS else self.stand
+        return RankStatus(end=SILENT) if self.silent_seconds > SILENT_SECONDS else self.stand
 
     def __str__(self) -> str:
         if self.silent_seconds > SILENT_SECONDS:
@@ -191,27 +191,27 @@ class Watchdog:
     """Of one rank, from the opening of its connections until `end`. It keeps nothing of a run alive. A rank
     that is alone needs none: it does nothing then."""
 
-    def __init__(self, standing: Standing, board: Board, patience: Patience) -> None:
-        self._standing, self._board, self.patience = standing, board, patience
+    def __init__(self, call_tracker: CallTracker, status_store: StatusStore, timeouts: Timeouts) -> None:
+        self._call_tracker, self._status_store, self.timeouts = call_tracker, status_store, timeouts
         self._seen: dict[int, SeenPeer] = {}
         self._is_answered = True  # by the store
         self._end = ""  # how this rank's program ended
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="armillary-watchdog", daemon=True)
-        self._is_alone = board.workers == 1
+        self._is_alone = status_store.workers == 1
         if not self._is_alone:
-            board.put(standing.now())
-            self._last_words = LastWords(self.tell)
+            status_store.put(call_tracker.now())
+            self._last_words = CrashReport(self.tell)
             self._thread.start()
 
     def _watch(self) -> None:
-        report_after, timeout = self.patience.report_after, self.patience.timeout
+        report_after, timeout = self.timeouts.report_after, self.timeouts.timeout
         shortest = report_after or timeout
         beat, began, reports = 0, 0.0, 0  # reports: of the wait that began then
         while not self._over.wait(min(BEAT_SECONDS, shortest / 4)):
             beat += 1
-            self._board.put(self._standing.now(beat, self._end))
-            what, since = self._standing.wait
+            self._status_store.put(self._call_tracker.now(beat, self._end))
+            what, since = self._call_tracker.wait
             waited = time.monotonic() - since
             if not what or waited < shortest / 2:
                 continue
@@ -220,22 +220,22 @@ class Watchdog:
                 began, reports = since, 0
             if report_after is not None and waited >= report_after * (reports + 1):
                 reports += 1
-                if self._standing.wait == (what, since) and self._reports(report_after):
+                if self._call_tracker.wait == (what, since) and self._reports(report_after):
                     print(self._report(), file=sys.stderr, flush=True)
 
     def _look(self) -> None:
         """At the others."""
-        stands = self._board.stands()
+        stands = self._status_store.stands()
         self._is_answered = stands is not None
-        for rank in range(self._board.workers if stands is not None else 0):
-            if rank != self._board.rank:
-                stand = (stands or {}).get(rank, Stand(end=ABSENT))
+        for rank in range(self._status_store.workers if stands is not None else 0):
+            if rank != self._status_store.rank:
+                stand = (stands or {}).get(rank, RankStatus(end=ABSENT))
                 now, before = time.monotonic(), self._seen.get(rank)
                 self._seen[rank] = SeenPeer(stand, before.first if before and before.stand == stand else now, now)
 
     def _reports(self, report_after: float) -> bool:
         """Whether this rank is the one that reports: the first of those that wait so long and write still."""
-        earlier = (one for rank, one in self._seen.items() if rank < self._board.rank)
+        earlier = (one for rank, one in self._seen.items() if rank < self._status_store.rank)
         return not any(
             one.silent_seconds <= SILENT_SECONDS
             and one.stand.waited_seconds > 0.75 * report_after  # it wrote a moment ago
@@ -243,8 +243,8 @@ class Watchdog:
         )
 
     def _report(self) -> str:
-        everyone = self._listed({self._board.rank: str(self._standing.now())})
-        return f"armillary: {everyone} (a wait ends after timeout={self.patience.timeout:g} s)"
+        everyone = self._listed({self._status_store.rank: str(self._call_tracker.now())})
+        return f"armillary: {everyone} (a wait ends after timeout={self.timeouts.timeout:g} s)"
 
     @contextmanager
     def waiting(self, what: str, is_held_up: bool = True) -> Iterator[None]:
@@ -254,28 +254,28 @@ class Watchdog:
             RuntimeError: a peer is gone, or did not come in time; says where everyone stood and what came first.
         """
         began = time.monotonic()
-        with self._standing.waiting(what) if is_held_up else nullcontext():
+        with self._call_tracker.waiting(what) if is_held_up else nullcontext():
             try:
                 yield
             except RuntimeError as error:
                 said = self._lost(what, time.monotonic() - began, error)
-                raise RuntimeError(said) from None if adds_nothing(error) else error
+                raise RuntimeError(said) from None if repeats_others(error) else error
 
     def _lost(self, what: str, waited_seconds: float, error: RuntimeError) -> str:
         """A wait of this rank for that failed, and why, in one sentence; the other ranks are told of it."""
-        mine = replace(self._standing.now(), wait=what)
-        is_late = waited_seconds >= 0.9 * self.patience.timeout
-        first = self._board.told() if is_late else self._heard()
+        mine = replace(self._call_tracker.now(), wait=what)
+        is_late = waited_seconds >= 0.9 * self.timeouts.timeout
+        first = self._status_store.told() if is_late else self._heard()
         self._look()
-        why = f"its peers did not come within timeout={self.patience.timeout:g} s" if is_late else "a peer has stopped"
-        said = [f"rank {self._board.rank}: {mine.where}: {why}"]
+        why = f"its peers did not come within timeout={self.timeouts.timeout:g} s" if is_late else "a peer has stopped"
+        said = [f"rank {self._status_store.rank}: {mine.where}: {why}"]
         if is_late or not first:
-            said += [self._listed({}), remedy(mine, [one.known for one in self._seen.values()])]
+            said += [self._listed({}), timeout_advice(mine, [one.known for one in self._seen.values()])]
         told = ". ".join(filter(None, said))
-        first = first or self._board.tell(told)
+        first = first or self._status_store.tell(told)
         if first != told:
             said.append(f"The first error was on {first}")
-        if not adds_nothing(error):
+        if not repeats_others(error):
             said.append(f"({error})")
         return ". ".join(filter(None, said))
 
@@ -290,7 +290,7 @@ class Watchdog:
     def _heard(self) -> str:
         """The first error of any rank; a peer that stopped may be about to say why, or may have said nothing."""
         until = time.monotonic() + SILENT_SECONDS + 2 * BEAT_SECONDS
-        while not (first := self._board.told()) and time.monotonic() < until:
+        while not (first := self._status_store.told()) and time.monotonic() < until:
             self._look()
             time.sleep(GLANCE_SECONDS)
         return first
@@ -298,8 +298,8 @@ class Watchdog:
     def tell(self, error: str) -> None:
         """An error ends this rank's part."""
         if not self._is_alone:
-            self._end = f"has stopped with {error.partition(':')[0]}, {self._standing.now().place}"
-            self._board.tell(f"rank {self._board.rank}: {error}")
+            self._end = f"has stopped with {error.partition(':')[0]}, {self._call_tracker.now().place}"
+            self._status_store.tell(f"rank {self._status_store.rank}: {error}")
 
     def end(self, how: str) -> None:
         """Stops. how: what ranks that wait for this one read, unless it has ended with an error; empty if none do."""
@@ -310,6 +310,6 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(SILENT_SECONDS)
         if how:
-            self._board.leave(self._standing.now(end=self._end or how))
+            self._status_store.leave(self._call_tracker.now(end=self._end or how))
         else:
-            self._board.withdraw()
+            self._status_store.withdraw()

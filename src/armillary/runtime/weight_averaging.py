@@ -211,7 +211,7 @@ def meet(units: Sequence[object], steps: int, when: Meeting, transport: Transpor
     """
     meeting = [unit for unit in units if isinstance(unit, DenseUnit) and unit.meets(steps, when)]
     parcels = [unit.weigh_in() for unit in meeting]
-    _refuse_sick(parcels, steps, transport.place.rank)
+    _refuse_nonfinite(parcels, steps, transport.place.rank)
     pushes = [unit.push(parcel, transport.place) for unit, parcel in zip(meeting, parcels, strict=True)]
     flights = [
         InFlight(push, unit.name, unit.exchange.requests - 1) for push, unit in zip(pushes, meeting, strict=True)
@@ -220,17 +220,17 @@ def meet(units: Sequence[object], steps: int, when: Meeting, transport: Transpor
         unit.take_weights(moved)
 
 
-def _refuse_sick(parcels: Sequence[Parcel], steps: int, rank: int) -> None:
+def _refuse_nonfinite(parcels: Sequence[Parcel], steps: int, rank: int) -> None:
     found = [one for one in parcels if not bool(all_finite(one.values))]
-    sick = [
+    nonfinite = [
         name
         for one in found
         for name, (begin, end) in zip(one.layout.names, one.layout.spans, strict=True)
         if not bool(all_finite(one.values[begin:end]))
     ]
-    if sick:
-        more = f" and {len(sick) - 1} more" if len(sick) > 1 else ""
+    if nonfinite:
+        more = f" and {len(nonfinite) - 1} more" if len(nonfinite) > 1 else ""
         raise FloatingPointError(
-            f"rank {rank}: in step {steps} its weights are not finite ({sick[0]}{more}), and none were sent to the "
-            "other ranks; look at this rank's batches and learning rate, and begin again from a checkpoint"
+            f"rank {rank}: in step {steps} its weights are not finite ({nonfinite[0]}{more}), and none were sent to "
+            "the other ranks; look at this rank's batches and learning rate, and begin again from a checkpoint"
         )

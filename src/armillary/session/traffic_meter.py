@@ -28,7 +28,7 @@ __all__ = [
     "OTHER",
     "STEP",
     "EdgeLabels",
-    "Tally",
+    "TrafficMeter",
     "everyones_trace",
     "usual_seconds",
     "way_of",
@@ -65,7 +65,7 @@ class _Told:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-class Tally:
+class TrafficMeter:
     """Adds up the records of this rank by group. records: those of the last `window` steps, or of two whole periods,
     for the trace."""
 

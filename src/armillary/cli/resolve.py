@@ -18,7 +18,7 @@ from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 from armillary.schedules.registry import read
 from armillary.session.plan_job import JobRequest
-from armillary.session.watched import parameter_facts
+from armillary.session.watched_steps import parameter_facts
 from armillary.session.workload import Workload
 
 __all__ = ["assumed", "job_request_of", "plan_request_of", "refuse_unnamed", "said_of", "workload_of"]

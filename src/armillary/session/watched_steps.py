@@ -34,20 +34,20 @@ from armillary.profiler import profiler
 from armillary.profiler.loop_watch import LoopWatch, Told
 from armillary.profiler.profiler import watched_profile
 from armillary.schedules.registry import owns_loop
-from armillary.session.drivers import all_or_nothing
-from armillary.session.events import Decided
+from armillary.session.drivers import rollback_on_error
+from armillary.session.events import PlannedJob
+from armillary.session.forecast_correction import FROM_STEP, TO_STEP, ForecastCorrection
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
-from armillary.session.kept_start import BatchShapes, KeptStart, Shapes, joined
+from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
 from armillary.session.plan_job import assumptions_of
-from armillary.session.retimed import FROM_STEP, TO_STEP, Retiming
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_not_apart, why_unfit
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport
 
-__all__ = ["WATCHED_STEPS", "Keeping", "Watched", "parameter_facts"]
+__all__ = ["WATCHED_STEPS", "Keeping", "WatchedSteps", "parameter_facts"]
 
 WATCHED_STEPS = 2
 NOTE = (
@@ -64,12 +64,12 @@ NOT_TAKEN = "the plan of the checkpoint is not gone on with: {}; the first steps
 class Keeping(NamedTuple):
     """What an earlier start left, and what this one's batches are."""
 
-    start: KeptStart
+    start: PlanCache
     shapes: BatchShapes
 
 
 @dataclass(eq=False)
-class Watched:
+class WatchedSteps:
     """Looks on until enough steps were taken, or a checkpoint brings a plan. measured: links anew, by every rank.
     keeping: where plans stay for the next start; one that is there is taken after the first step, if its batch is
     alike."""
@@ -89,7 +89,7 @@ class Watched:
         if leaves_one:
             self._take()
 
-    def after_step(self, loop: UserLoop, is_complete: bool) -> "Watched | Retiming | None":
+    def after_step(self, loop: UserLoop, is_complete: bool) -> "WatchedSteps | ForecastCorrection | None":
         self.watch.is_paused = False
         if not is_complete:  # gradients may wait for the others
             return self
@@ -108,7 +108,7 @@ class Watched:
                 loop.job = replace(loop.job, profile=decided.profile)
             if loop.rank == 0:
                 print(loop.plan)
-            return None if loop.plan.is_timed else self._retiming(0.0, loop)
+            return None if loop.plan.is_timed else self._correction(0.0, loop)
         if len(self.watch.steps) < WATCHED_STEPS:
             return self
         here = loop.transport.within("the planning after the first steps")
@@ -122,34 +122,36 @@ class Watched:
             _move(loop, replace(made, compute_seconds=0.0, step_seconds=0.0, all_reduce_seconds=0.0))
         if loop.rank == 0:
             print(loop.plan)
-        return self._retiming(made.step_seconds, loop)
+        return self._correction(made.step_seconds, loop)
 
     def _batch(self, loop: UserLoop) -> Shapes:
         """Collective: what batches of all ranks have in common."""
         assert self.keeping is not None
         return joined(loop.transport.share(joined(self.keeping.shapes.seen)))
 
-    def _retiming(self, first_seconds: float, loop: UserLoop) -> Retiming:
+    def _correction(self, first_seconds: float, loop: UserLoop) -> ForecastCorrection:
         """With the plan kept, now and once its forecast is corrected."""
         if self.keeping is None:
-            return Retiming(first_seconds, WATCHED_STEPS)
+            return ForecastCorrection(first_seconds, WATCHED_STEPS)
         start = self.keeping.start
         with loop.transport.unrecorded():
             batch = self._batch(loop)
 
-        def leave(decided: Decided) -> None:
+        def leave(decided: PlannedJob) -> None:
             start.leave(decided, batch, loop.rank)
 
         assert loop.job.profile is not None
-        leave(Decided(loop.job.profile, self.topology, loop.plan))
-        return Retiming(first_seconds, WATCHED_STEPS, leave)
+        leave(PlannedJob(loop.job.profile, self.topology, loop.plan))
+        return ForecastCorrection(first_seconds, WATCHED_STEPS, leave)
 
     def _take(self) -> None:
         """The last steps are kept: before the first in which every optimizer steps there may be many."""
         self.watch.take()
         del self.watch.steps[:-WATCHED_STEPS]
 
-    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> "Watched | Retiming | None":
+    def loaded(
+        self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str
+    ) -> "WatchedSteps | ForecastCorrection | None":
         """Moves the run to the plan of the checkpoint; rank 0 says so, or why not."""
         plan = Plan.from_json(json.dumps(saved_plan)) if saved_plan else None
         if plan is None or is_provisional(plan):
@@ -162,7 +164,7 @@ class Watched:
             print(f"load: {name}: {NOT_TAKEN.format(why_not) if why_not else TAKEN}")
         if why_not:
             return self
-        return None if plan.is_timed else Retiming(0.0, 0)
+        return None if plan.is_timed else ForecastCorrection(0.0, 0)
 
     def stop(self) -> None:
         self.watch.end()
@@ -279,7 +281,7 @@ def _move(loop: UserLoop, plan: Plan) -> None:
     by_row = [group.parameters[0] for group in plan.groups if group.own_exchange.name in row_exchanges()]
     parameters = dict(loop.model.named_parameters())
     gradients = {name: parameters[name].grad for name in by_row}  # a step leaves them until the loop drops them
-    with all_or_nothing(loop.model, loop.optimizer):
+    with rollback_on_error(loop.model, loop.optimizer):
         units = units_of(plan, loop.job, loop.transport, loop.first)
     for table in units.executor.tables:
         _show(table, gradients[table.name])

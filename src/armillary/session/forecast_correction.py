@@ -12,31 +12,31 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from armillary.planning.expected import with_expected
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.planning.simulator import LOOK_UPS, simulate
+from armillary.planning.step_time import with_expected
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
-from armillary.session.events import Decided
+from armillary.session.events import PlannedJob
 from armillary.session.hooks_engine import UserLoop
 from armillary.transport.scopes import Stretch
 
-__all__ = ["FROM_STEP", "TO_STEP", "Retimed", "Retiming", "retimed"]
+__all__ = ["FROM_STEP", "TO_STEP", "CorrectedFacts", "ForecastCorrection", "corrected_facts"]
 
 FROM_STEP, TO_STEP = 10, 40
 LEAST = 0.1  # of what a step takes without waits: so much is forward and backward at least
 
 
-class Retimed(NamedTuple):
+class CorrectedFacts(NamedTuple):
     """What a plan was made from, with the compute that was timed."""
 
     profile: Profile
     topology: Topology
 
 
-def retimed(plan: Plan, case: Case, own_seconds: float) -> Retimed:
+def corrected_facts(plan: Plan, case: Case, own_seconds: float) -> CorrectedFacts:
     """Facts under which the processor of a played step has as much to do as was measured.
 
     Index work and the optimizer stay as they are priced, and compute gets the rest. What requests take of a processor
@@ -58,7 +58,7 @@ def retimed(plan: Plan, case: Case, own_seconds: float) -> Retimed:
         )
         for stage in case.profile.stages
     )
-    return Retimed(replace(case.profile, stages=stages), topology)
+    return CorrectedFacts(replace(case.profile, stages=stages), topology)
 
 
 def _compute_seconds(profile: Profile) -> float:
@@ -66,7 +66,7 @@ def _compute_seconds(profile: Profile) -> float:
 
 
 @dataclass(eq=False)
-class Retiming:
+class ForecastCorrection:
     """Times steps `FROM_STEP` to `TO_STEP`, then corrects the plan's forecast, on every rank alike.
 
     first_seconds: what was forecast before; 0 where nothing was. steps: that the loop had taken before.
@@ -75,13 +75,13 @@ class Retiming:
 
     first_seconds: float
     steps: int
-    kept: Callable[[Decided], None] = lambda decided: None
+    kept: Callable[[PlannedJob], None] = lambda decided: None
     stretches: list[tuple[Stretch, ...]] = field(default_factory=list)  # of every step
 
     def before_step(self, leaves_one: bool) -> None:
         """Nothing."""
 
-    def after_step(self, loop: UserLoop, is_complete: bool) -> "Retiming | None":
+    def after_step(self, loop: UserLoop, is_complete: bool) -> "ForecastCorrection | None":
         if not is_complete:
             return self
         self.steps += 1
@@ -100,7 +100,7 @@ class Retiming:
         self._correct(loop, median(_together(step, played) for step in zip(*everyones, strict=True)))
         return None
 
-    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> "Retiming":
+    def loaded(self, loop: UserLoop, saved_plan: Mapping[str, Any], name: str) -> "ForecastCorrection":
         return self
 
     def stop(self) -> None:
@@ -111,13 +111,13 @@ class Retiming:
         if profile is None or topology is None:
             return
         plan = loop.plan
-        facts = retimed(plan, Case(profile, topology, assumptions_behind(plan)), own_seconds)
+        facts = corrected_facts(plan, Case(profile, topology, assumptions_behind(plan)), own_seconds)
         case = Case(facts.profile, facts.topology, assumptions_behind(plan))
         loop.job = replace(loop.job, profile=facts.profile, topology=facts.topology)
         loop.plan = with_expected(replace(plan, compute_seconds=_compute_seconds(facts.profile)), case)
         if loop.rank == 0:
             print(_said(self.first_seconds, own_seconds, loop.plan.step_seconds))
-            self.kept(Decided(facts.profile, facts.topology, loop.plan))
+            self.kept(PlannedJob(facts.profile, facts.topology, loop.plan))
 
 
 def _together(stretches: Sequence[tuple[Stretch, ...]], played: Set[str]) -> float:

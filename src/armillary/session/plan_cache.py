@@ -22,15 +22,24 @@ from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.prefetch.batches import leaves
 from armillary.session.data_check import entrances
-from armillary.session.events import Decided
+from armillary.session.events import PlannedJob
 from armillary.session.run_folder import keep_decision, open_folder
 from armillary.tables.optimizers import members
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport
 
 __all__ = [
-    "BatchShapes", "KeptStart", "MadeFor", "Shapes", "fits", "hosts_of", "joined", "kept_links", "leave_made_for",
-    "made_for", "shapes_of",
+    "BatchShapes",
+    "CacheKey",
+    "PlanCache",
+    "Shapes",
+    "cache_key",
+    "cached_links",
+    "fits",
+    "hosts_of",
+    "joined",
+    "shapes_of",
+    "write_cache_key",
 ]  # fmt: skip
 
 MADE_FOR = "made_for.json"
@@ -45,7 +54,7 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class MadeFor:
+class CacheKey:
     """Everything a plan hangs on that a start can tell. model: its parameters. hosts: of every rank. asked: of the
     plan, in words. batch: empty where no forward was seen."""
 
@@ -57,7 +66,7 @@ class MadeFor:
     asked: str
     batch: Shapes = ()
 
-    def why_other(self, kept: "MadeFor") -> str:
+    def why_other(self, kept: "CacheKey") -> str:
         """In words, what is another here than what was kept; batches apart. Empty if nothing is."""
         mine, theirs = asdict(replace(self, batch=())), asdict(replace(kept, batch=()))
         for name, word in WORDS.items():
@@ -70,16 +79,16 @@ class MadeFor:
 
 
 @dataclass(frozen=True)
-class KeptStart:
+class PlanCache:
     """A folder as a start finds it. decided: what it holds for this job, None if nothing. batch: that was for."""
 
     folder: Path
-    wanted: MadeFor
-    decided: Decided | None
+    wanted: CacheKey
+    decided: PlannedJob | None
     batch: Shapes
 
     @classmethod
-    def found(cls, folder: Path, wanted: MadeFor, transport: Transport) -> "KeptStart":
+    def found(cls, folder: Path, wanted: CacheKey, transport: Transport) -> "PlanCache":
         """Collective. Rank 0 says why something is not used.
 
         Raises:
@@ -93,7 +102,7 @@ class KeptStart:
             print(ANEW.format(folder, why))
         return cls(folder, wanted, decided, batch)
 
-    def for_batch(self, batch: Shapes, rank: int) -> Decided | None:
+    def for_batch(self, batch: Shapes, rank: int) -> PlannedJob | None:
         """What it holds, if it is for batches of this shape; rank 0 says so, or not.
 
         Args:
@@ -107,16 +116,16 @@ class KeptStart:
             print(USED.format(self.folder) if is_fit else ANEW.format(self.folder, why))
         return self.decided if is_fit else None
 
-    def leave(self, decided: Decided, batch: Shapes, rank: int) -> None:
+    def leave(self, decided: PlannedJob, batch: Shapes, rank: int) -> None:
         """For the next start; rank 0 writes. What it is for comes last, so that half a decision is none."""
         if rank:
             return
         (self.folder / MADE_FOR).unlink(missing_ok=True)
         keep_decision(self.folder, decided)
-        leave_made_for(self.folder, replace(self.wanted, batch=batch))
+        write_cache_key(self.folder, replace(self.wanted, batch=batch))
 
 
-def made_for(model: nn.Module, optimizer: Optimizer, asked: object, hosts: Sequence[str]) -> MadeFor:
+def cache_key(model: nn.Module, optimizer: Optimizer, asked: object, hosts: Sequence[str]) -> CacheKey:
     """
     Args:
         asked: of the plan; what it prints as is compared. hosts: `hosts_of`.
@@ -124,7 +133,7 @@ def made_for(model: nn.Module, optimizer: Optimizer, asked: object, hosts: Seque
     listing = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in model.named_parameters()]
     steppers = [(type(one).__qualname__, {**one.defaults, "lr": 0}) for one in members(optimizer)]
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
-    return MadeFor(str(listing), str(steppers), torch.__version__, machine, tuple(hosts), str(asked))
+    return CacheKey(str(listing), str(steppers), torch.__version__, machine, tuple(hosts), str(asked))
 
 
 def hosts_of(transport: Transport) -> tuple[str, ...]:
@@ -132,14 +141,14 @@ def hosts_of(transport: Transport) -> tuple[str, ...]:
     return tuple(transport.share(f"{socket.gethostname()} ({os.environ.get('LOCAL_WORLD_SIZE', '?')} ranks)"))
 
 
-def kept_links(folder: Path, wanted: MadeFor) -> Topology | None:
+def cached_links(folder: Path, wanted: CacheKey) -> Topology | None:
     """Those that a folder holds for this job; rank 0 asks."""
     texts, _ = _read(folder)
     decided = _for_this(texts, wanted)[0] if texts else None
     return None if decided is None else decided.topology
 
 
-def leave_made_for(folder: Path, wanted: MadeFor) -> None:
+def write_cache_key(folder: Path, wanted: CacheKey) -> None:
     """Beside a decision that was kept there."""
     draft = folder / f"{MADE_FOR}.draft"
     draft.write_text(json.dumps(asdict(wanted), indent=2) + "\n")
@@ -157,17 +166,17 @@ def _read(folder: Path) -> tuple[dict[str, str], str]:
         return {}, f"a file of it cannot be read ({error.strerror})"
 
 
-def _for_this(texts: Mapping[str, str], wanted: MadeFor) -> tuple[Decided | None, Shapes, str]:
+def _for_this(texts: Mapping[str, str], wanted: CacheKey) -> tuple[PlannedJob | None, Shapes, str]:
     try:
         given = json.loads(texts[MADE_FOR])
         batch = tuple(tuple(shape) for shape in given["batch"])
-        kept = MadeFor(**{**given, "hosts": tuple(given["hosts"]), "batch": batch})
+        kept = CacheKey(**{**given, "hosts": tuple(given["hosts"]), "batch": batch})
         plan, profile, topology = (kind.from_json(texts[name]) for name, kind in FILES.items())
     except (ValueError, KeyError, TypeError) as error:
         return None, (), f"it cannot be read ({error})"
     if why := wanted.why_other(kept):
         return None, (), why
-    return Decided(profile, topology, plan), batch, ""
+    return PlannedJob(profile, topology, plan), batch, ""
 
 
 def _shown(batch: Shapes) -> str:

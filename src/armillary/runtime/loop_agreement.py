@@ -31,11 +31,11 @@ __all__ = [
     "WROTE",
     "LastOptions",
     "Option",
-    "Word",
-    "Words",
+    "RankState",
+    "RankStates",
+    "exchange_states",
     "options_now",
     "refuse_written",
-    "said",
     "unlike_options",
 ]
 
@@ -142,7 +142,7 @@ def _text(value: Any) -> str:
 BACKWARD, LATE, STEPS, WROTE = range(4)  # exchanges in its backward; in its step; steps; the same, and it wrote
 
 
-class Word(NamedTuple):
+class RankState(NamedTuple):
     """step: optimizer steps taken. doing: one of those above. options: a number of the last step's."""
 
     step: int
@@ -156,15 +156,15 @@ class Word(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Words:
+class RankStates:
     """By rank."""
 
-    words: Sequence[Word]
+    words: Sequence[RankState]
 
     @classmethod
-    def told(cls, step: int, rests: Sequence[int]) -> "Words":
+    def told(cls, step: int, rests: Sequence[int]) -> "RankStates":
         """On the headers of look-ups, all of one step."""
-        return cls([Word(step, rest % 4, rest // 4) for rest in rests])
+        return cls([RankState(step, rest % 4, rest // 4) for rest in rests])
 
     @property
     def late(self) -> list[int]:
@@ -175,7 +175,7 @@ class Words:
         return len({word.options for word in self.words}) == 1
 
 
-def said(word: Word, workers: int) -> Program[Words]:
+def exchange_states(word: RankState, workers: int) -> Program[RankStates]:
     """Every rank's.
 
     Raises:
@@ -183,12 +183,12 @@ def said(word: Word, workers: int) -> Program[Words]:
     """
     ones = (1,) * workers
     heard: Tensor = yield AllToAll(torch.tensor([word] * workers), ones, ones)
-    words = Words([Word(*one) for one in heard.tolist()])
+    words = RankStates([RankState(*one) for one in heard.tolist()])
     _refuse_other_ways(words)
     return words
 
 
-def _refuse_other_ways(heard: Words) -> None:
+def _refuse_other_ways(heard: RankStates) -> None:
     """
     Raises:
         RuntimeError: ranks are at different steps, or some are in a backward and others in a step. On every rank.
@@ -209,7 +209,7 @@ def _refuse_other_ways(heard: Words) -> None:
         )
 
 
-def refuse_written(heard: Words, late: Sequence[int]) -> None:
+def refuse_written(heard: RankStates, late: Sequence[int]) -> None:
     """
     Args:
         late: ranks that took part in the exchange in their step only.

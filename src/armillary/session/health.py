@@ -24,8 +24,8 @@ from armillary.exchanges.error_feedback import RESIDUAL
 from armillary.plans.requests import summed
 from armillary.plans.units import Table
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.runtime.meeting import distances
-from armillary.runtime.replica_checks import Alikeness, compare, warn
+from armillary.runtime.replica_checks import DriftReport, compare, warn
+from armillary.runtime.weight_averaging import distances
 from armillary.session.job import Job
 from armillary.transport.transport import Transport
 
@@ -115,7 +115,7 @@ def health_table(found: Sequence[Health]) -> Table:
     return Table(("not exact", "exchange", *columns), rows, (0, 1))
 
 
-def is_apart(run: Job, call: str) -> Alikeness:
+def is_apart(run: Job, call: str) -> DriftReport:
     """Collective, between two steps. Rounding is warned of here; an error is the caller's to raise."""
     with run.transport.unrecorded():
         comparison = compare(run.alike(), run.transport, f"{call}: after step {run.transport.step}")
@@ -149,13 +149,13 @@ class FiniteCheck:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self._sick: list[str] = []
+        self._nonfinite: list[str] = []
 
     def look(self, names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
         """At gradients of this rank alone, with the names of their parameters."""
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and not bool(gradient.isfinite().all()):
-                self._sick.append(name)
+                self._nonfinite.append(name)
 
     def compare(self) -> None:
         """Collective, at the end of a backward.
@@ -163,10 +163,10 @@ class FiniteCheck:
         Raises:
             FloatingPointError: some rank's gradient is not finite. On every rank; nothing was stepped.
         """
-        sick, self._sick = list(dict.fromkeys(self._sick)), []
-        if not self.transport.complete(summed(torch.tensor([float(len(sick))], dtype=torch.float64)), "finite"):
+        nonfinite, self._nonfinite = list(dict.fromkeys(self._nonfinite)), []
+        if not self.transport.complete(summed(torch.tensor([float(len(nonfinite))], dtype=torch.float64)), "finite"):
             return
-        everyones = self.transport.share(sick)
+        everyones = self.transport.share(nonfinite)
         told = "; ".join(f"rank {rank}: {_listed(names)}" for rank, names in enumerate(everyones) if names)
         raise FloatingPointError(
             f"check_finite: in step {self.transport.step + 1} gradients are not finite ({told}), and no rank stepped; "

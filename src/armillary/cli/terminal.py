@@ -35,10 +35,10 @@ from armillary.plans.units import (
     wrapped,
 )
 from armillary.schedules.registry import options_of, owns_loop
-from armillary.session.events import Decided, Ended, Evaluated, Event, NothingLeft, Progress, Resumed, Saved, Warned
-from armillary.session.replica_checks import health_table
+from armillary.session.events import Ended, Evaluated, Event, NothingLeft, PlannedJob, Progress, Resumed, Saved, Warned
+from armillary.session.health import health_table
 from armillary.session.report import Comparison, comparison_table
-from armillary.session.train_settings import glance_steps
+from armillary.session.train_settings import validation_interval
 
 __all__ = [
     "ProgressLine",
@@ -97,7 +97,7 @@ BAR = 20  # characters
 LINE_SECONDS = 10.0
 
 
-def decided_page(decided: Decided, is_verbose: bool) -> Page:
+def decided_page(decided: PlannedJob, is_verbose: bool) -> Page:
     """The plan and the machines; if asked for, what was seen of the model below them."""
     topology = decided.topology
     link = topology.link
@@ -124,7 +124,7 @@ def show(events: Iterable[Event], steps: int, unit: str, folder: Path, is_verbos
             if not isinstance(event, Progress | Evaluated):
                 line.passed()  # planning and saving are no part of a step
             match event:
-                case Decided():
+                case PlannedJob():
                     put(console, decided_page(event, is_verbose))
                 case Warned(text):
                     console.print(wrapped(f"warning: {text}", console.width), style="yellow")
@@ -201,7 +201,7 @@ class ProgressLine:
         """Of the steps and the short evaluations that are still to come, each as long as those before."""
         done, more = self.step - self.first, self.steps - self.step
         to_train = self.training_seconds * more / done if done else 0.0
-        each = glance_steps(self.steps)
+        each = validation_interval(self.steps)
         looks_to_come = -(-self.steps // each) - self.first // each - self.looks
         to_look = self.looking_seconds * looks_to_come / self.looks if self.looks else 0.0
         seconds = round(to_train + to_look) if more else 0
