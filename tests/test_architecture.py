@@ -12,20 +12,20 @@ import armillary
 from armillary import face
 from armillary.codecs import CODECS
 from armillary.exchanges import dense_exchanges, row_exchanges
-from armillary.plans import SIMULTANEOUS
+from armillary.plans import SIMULTANEOUS, advisers
 from armillary.schedules import CORRECTIONS, SCHEDULES
 
 ROOT = Path(armillary.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 MAY_IMPORT = {
-    "feeds": set(),
     "models": set(),
     "plans": set(),
-    "repurpose": set(),
     "workloads": set(),
     "codecs": {"plans"},
-    "local_losses": {"models"},
+    "feeds": {"plans"},
+    "local_losses": {"models", "plans"},
+    "repurpose": {"plans"},
     "residency": {"models", "plans"},
     "solvers": {"plans"},
     "tensor": {"models", "plans"},
@@ -216,7 +216,7 @@ def test_only_named_files_touch_the_network():
             assert me in NETWORK[part], f"{me} must not import {name}"
 
 
-COMMANDS = ("train", "plan", "compare", "measure", "simulate", "twin", "verify")
+COMMANDS = ("advise", "train", "plan", "compare", "measure", "simulate", "twin", "verify")
 
 # Imports that wait until they are needed, since the start of every rank would pay for them, by file.
 LAZY = {
@@ -224,6 +224,7 @@ LAZY = {
     "residency/planner.py": {"scipy.optimize", "scipy.sparse"},  # a fifth of a second, for who plans
     "stages/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
     "session/run_folder.py": {"armillary.session.plots"},  # brings matplotlib
+    "session/advice_page.py": {"armillary.session.plot_advice"},
     "session/twin_page.py": {"armillary.session.plots"},
     "repurpose/restructuring.py": {"scipy.optimize"},
     "repurpose/shards.py": {"matplotlib.figure"},
@@ -237,7 +238,14 @@ LAZY = {
     **{f"cli/commands/{name}.py": {f"armillary.cli.{name}"} for name in COMMANDS},
 }
 # The face, rooms that are read without torch, what stands on a shelf, the user's workload, and files of the user's own.
-BY_NAME = {"__init__.py", "feeds/__init__.py", "plans/__init__.py", "plans/registry.py", "cli/names.py"}
+BY_NAME = {
+    "__init__.py",
+    "feeds/__init__.py",
+    "plans/__init__.py",
+    "plans/advice.py",
+    "plans/registry.py",
+    "cli/names.py",
+}
 
 
 def test_no_import_is_lazy_but_those_that_are_named():
@@ -282,6 +290,8 @@ def test_files_and_functions_stay_small():
 
 # Signatures that are not ours to shorten: torch's, and the face and commands, whose parameters are their options.
 LONG = {
+    "advise",
+    "advise_command",
     "apart",
     "attach",
     "auto_plan",
@@ -408,6 +418,21 @@ def test_no_placement_is_known_but_to_its_schedules_files():
     for path in FILES:
         for module in own.intersection(name for name, _ in imported(path)):
             assert path.stem.startswith(module.rpartition(".")[2]), f"{path.relative_to(ROOT)} imports {module}"
+
+
+ADVISE = ("session/advise.py", "session/asked_methods.py", "session/advice_page.py", "session/situation.py")
+
+
+def test_who_asks_all_methods_for_advice_names_none():
+    rooms = {room_of(path) for path in FILES if path.name == "advice.py"} - {"plans"}
+    methods = {*dense_exchanges(), *row_exchanges(), *CODECS.all(), *SCHEDULES.all(), *rooms} - WORDS
+    rows = set(advisers())
+    assert len(rooms) > 5 and "KARMA" in rows
+    for me in (*ADVISE, "cli/advise.py", "cli/commands/advise.py", "plans/advice.py"):
+        text = (ROOT / me).read_text()
+        found = methods.intersection(re.findall(r"\w+", text))
+        found |= {row for row in rows if re.search(rf"\b{re.escape(row)}\b", text)}
+        assert not found, f"{me} names {found}; each says itself what it is"
 
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -17,6 +17,7 @@ from armillary.cli.main import app
 from armillary.cli.names import built_in
 from armillary.codecs import CODECS
 from armillary.exchanges import DENSE, dense_exchanges, row_exchanges
+from armillary.plans import ADVICE
 from armillary.schedules import CORRECTIONS, SCHEDULES
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,7 @@ RUN = [page for page, text in PAGES.items() if page != GUIDE and blocks(text, "p
 @contextmanager
 def shelves_as_they_were():
     """What a page registers is off the shelves again at its end."""
-    shelves = (SCHEDULES, DENSE, CODECS)
+    shelves = (SCHEDULES, DENSE, CODECS, ADVICE)
     before = [dict(shelf.all()) for shelf in shelves]
     try:
         yield
@@ -206,7 +207,9 @@ TELL_COMMANDS = [path.relative_to(ROOT).as_posix() for path in TELL if path.name
 @pytest.mark.parametrize("page", TELL_COMMANDS)
 def test_commands_and_their_options_exist(page):
     text = (ROOT / page).read_text()
-    for command, rest in re.findall(r"\barmillary (train|plan|compare|measure|simulate|twin|verify)\b([^`\n]*)", text):
+    for command, rest in re.findall(
+        r"\barmillary (advise|train|plan|compare|measure|simulate|twin|verify)\b([^`\n]*)", text
+    ):
         known = {
             option for parameter in COMMANDS[command].params for option in parameter.opts + parameter.secondary_opts
         }

@@ -1,6 +1,5 @@
 """Every figure of the README's table stands on the page that its benchmark wrote."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -53,26 +52,9 @@ def test_every_other_figure_stands_on_the_page_of_its_benchmark():
     assert [figure for figure in told if figure not in turned] == []
 
 
-def test_the_plan_is_the_one_that_the_tutorial_prints():
-    shown = re.search(r"^```text\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
-    assert shown in (ROOT / "docs" / "tutorial.md").read_text()
-
-
-def test_the_first_command_comes_early():
-    before = (ROOT / "README.md").read_text().partition("    make train")[0]
-    assert len(before.split()) < 120
-
-
-def test_the_picture_shows_the_figures_of_the_table():
-    path = ROOT / "docs" / "pictures" / "step_time.py"
-    spec = importlib.util.spec_from_file_location("step_time", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    drawn = {mode: f"{milliseconds:.0f}" for mode, milliseconds in module.measured().items() if mode in module.NAMES}
-    assert drawn == {contender: measured()[contender][0] for contender in CONTENDERS.values()}
-
-
-def test_links_lead_somewhere():
-    readme = (ROOT / "README.md").read_text()
-    links = re.findall(r"\]\(([^)#]+)\)", readme)
-    assert links and [link for link in links if not (ROOT / link).exists()] == []
+def test_the_page_of_advice_is_the_one_that_its_own_page_shows():
+    shown = re.search(r"^```console\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    command, *lines = shown.splitlines()
+    page = (ROOT / "docs" / "advise.md").read_text()
+    assert len(lines) >= 10 and command.removeprefix("$ ") in page
+    assert [line for line in lines if line not in page.splitlines()] == []

@@ -8,6 +8,7 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Link, Topology
 from armillary.profiler.profiler import profile
+from armillary.session.advise import advise
 from armillary.session.attach import attach
 from armillary.session.coded_sum import coded_sum
 from armillary.session.parallelize import auto_plan, measure, parallelize
@@ -26,6 +27,7 @@ __all__ = [
     "Profile",
     "Run",
     "Topology",
+    "advise",
     "assumptions_of",
     "attach",
     "auto_plan",

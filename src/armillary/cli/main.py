@@ -1,10 +1,11 @@
-"""The command `armillary`: measure, plan, simulate, twin, train, residency, compare and verify."""
+"""The command `armillary`: advise, measure, plan, simulate, twin, train, residency, compare and verify."""
 
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from armillary.cli.commands.advise import advise_command
 from armillary.cli.commands.compare import compare_command
 from armillary.cli.commands.measure import measure_command
 from armillary.cli.commands.plan import plan_command
@@ -23,6 +24,8 @@ EXIT_CODES = (
 EPILOG = f"""
 Workloads: {", ".join(built_in())}, or the path of a .py file with a function workload().
 
+Example: armillary advise recommender --small --workers 8 --gbit 0.1
+
 Example: armillary train language_model --workers 2, then armillary compare runs/language_model
 
 Example: armillary plan mine.py --json > plan.json, then armillary train mine.py --plan plan.json
@@ -39,6 +42,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("advise", epilog=EXIT_CODES)(advise_command)
 app.command("train", epilog=EXIT_CODES)(train_command)
 app.command("plan", epilog=EXIT_CODES)(plan_command)
 app.command("compare", epilog=EXIT_CODES)(compare_command)

@@ -1,5 +1,6 @@
 """The options that commands share: what they are called, their units and defaults; and what was asked, in groups."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -38,8 +39,12 @@ __all__ = [
     "Workers",
     "WorkloadName",
     "at_least_one",
+    "bytes_of",
     "not_negative",
 ]  # fmt: skip
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+SIZE = re.compile(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*")
 
 # The panels of --help.
 WORKLOAD, PLAN, SCHEDULE, RUN, OUTPUT = "Workload", "Plan", "Schedule", "Run", "Output"
@@ -62,6 +67,17 @@ def not_negative(option: typer.CallbackParam, value: Number) -> Number:
         if value is not None and value < 0:
             raise ValueError(f"{option.opts[0]}: want 0 or more, got {value}")
     return value
+
+
+def bytes_of(text: str) -> int:
+    """
+    Raises:
+        ValueError: it is no size.
+    """
+    found = SIZE.fullmatch(text)
+    if found is None or found[2].upper() not in UNITS or found[1].count(".") > 1:
+        raise ValueError(f"--memory: want a size such as 40MiB or 2GiB, got {text!r}")
+    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def _many(option: str, metavar: str, text: str, panel: str = PLAN) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from armillary.cli.names import EDGES_ONLY, aliases, codecs, exchanges, refuse_unknown, schedules
 from armillary.planning.demand import PRICE, Constraint, refuse_other_allowed, refuse_unknown_rule, refuse_unlisted
+from armillary.plans.advice import TARGETS
 from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.profile import Profile
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GBIT",
     "LATENCY_US",
+    "AskedAdvice",
     "AskedMachines",
     "AskedPlan",
     "AskedRun",
@@ -170,6 +172,34 @@ class AskedMachines:
         gbit = GBIT if self.gbit is None else self.gbit
         link = Link(latency_us * 1e-6, gbit * 1e9 / 8)
         return Topology(2, 1, link, link, NO_LIMIT)
+
+
+@dataclass(frozen=True)
+class AskedAdvice:
+    """What was typed of advice.
+
+    Args of note:
+        memory_bytes: that a worker may hold; None: as the machines say. script: of this row alone; empty: the page.
+        out: a picture. imports: files of the user's own.
+
+    Raises:
+        ValueError: there is no such target, or the picture cannot be written.
+    """
+
+    memory_bytes: int | None
+    target: str
+    measures: bool
+    script: str
+    out: Path | None
+    imports: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ValueError(f"--target: no target {self.target!r}; there are {', '.join(TARGETS)}")
+        if self.out is not None:
+            if self.out.suffix != ".png":
+                raise ValueError(f"--out: want the path of a .png, got {self.out}")
+            refuse_unwritable(self.out.parent)
 
 
 @dataclass(frozen=True)

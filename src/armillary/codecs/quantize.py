@@ -8,6 +8,8 @@ sends later what is left out; and the code holds the tile's largest number inste
 could vanish or overflow where the number does not.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from armillary.codecs.packing import (
     working,
 )
 from armillary.codecs.registry import Codec, Draw, codec
+from armillary.plans.advice import ONE_STAGE, Advice, Combination, Situation, advises, not_for, planned
 
 __all__ = ["quantize"]
 
@@ -95,3 +98,22 @@ def quantize(bits: int = 8, tile: int = 256) -> Codec:
         return (top * rounding + 2 * smallest).expand(-1, tile).reshape(-1)[: len(values)]
 
     return Codec(encode, decode, meaning, coded_bytes, bound, is_biased=True, align=tile, work=4.0)
+
+
+@advises("int8", "gradients in a byte a number", "methods/codecs.md")
+def _gradients(situation: Situation) -> Advice:
+    found = planned(situation, "a byte a number", "--exchange 'int8=*'", {"*": "int8"})
+    by_row = [group.name for group in situation.chosen.plan.groups if group.layout == "row_sharded"]
+    if not (found.applies and found.forecast and by_row):
+        return found
+    name = "tables by row + int8 for the rest"
+    line = found.shell or found.python.splitlines()[-1]
+    return replace(found, combinations=(Combination(name, found.forecast, line, found.departures),))
+
+
+@advises("activation compression", "what pipeline stages hand on, in a byte a number", "methods/edges.md")
+def _edges(situation: Situation) -> Advice:
+    if situation.pipeline is None:
+        return not_for(ONE_STAGE)
+    schedule = situation.pipeline
+    return planned(situation, "a byte a number", f"--schedule '{schedule}' --edge int8", schedule=schedule, edge="int8")

@@ -6,6 +6,7 @@ Source: data parallelism as in Horovod and DDP; the dense half of Parallax (Kim 
 from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
+from armillary.plans.advice import Advice, Situation, advises, planned
 from armillary.plans.layout import Layout
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
@@ -28,3 +29,8 @@ def all_reduce() -> DenseExchange:
         return [Leg("neighbour", max(sent_bytes(layout, topology)), 2 * (topology.workers - 1), "AllReduce")]
 
     return DenseExchange(push, 1, sent_bytes, legs)
+
+
+@advises("all-reduce (DDP)", "every gradient whole, in buckets", "methods/hybrid.md")
+def _advice(situation: Situation) -> Advice:
+    return planned(situation, "what DDP does", "--exchange 'all_reduce=*'", {"*": "all_reduce"})

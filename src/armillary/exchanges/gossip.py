@@ -20,6 +20,7 @@ from torch import Tensor
 from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechanisms, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.advice import Advice, Situation, advises, planned
 from armillary.plans.layout import Layout
 from armillary.plans.requests import AllToAll, Program
 from armillary.plans.topology import Topology
@@ -229,3 +230,10 @@ def _put(copy: Tensor, layout: Layout, is_sent: Tensor, sent: Tensor) -> Tensor:
         found[a:b] = sent[at : at + b - a]
         at += b - a
     return found
+
+
+@advises("EventGraD", "weights to two neighbours, when they have moved", "methods/gossip.md")
+def _advice(situation: Situation) -> Advice:
+    return planned(
+        situation, "half of all values a step is taken for granted", "--exchange 'gossip=*'", {"*": "gossip"}
+    )

@@ -26,6 +26,7 @@ from armillary.exchanges.dense import (
 )
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.advice import Advice, Situation, advises, planned
 from armillary.plans.layout import Layout
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
@@ -155,3 +156,8 @@ class _OuterStep:
 
         found: Mechanisms = {"meetings": lambda pushed: 1}
         return {**found, "outer steps with momentum": has_momentum} if self.momentum else found
+
+
+@advises("local SGD, DiLoCo", "replicas train alone, and meet every 32 steps", "methods/local_steps.md")
+def _advice(situation: Situation) -> Advice:
+    return planned(situation, "a meeting every 32 steps", "--exchange 'local_steps=*'", {"*": "local_steps"})

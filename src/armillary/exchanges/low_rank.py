@@ -22,6 +22,7 @@ from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechani
 from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.advice import Advice, Situation, advises, planned
 from armillary.plans.layout import Layout
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
@@ -297,3 +298,8 @@ def _in_order(summands: Sequence[Tensor]) -> Tensor:
     for one in summands[1:]:
         total = total + one
     return total
+
+
+@advises("PowerSGD", "gradients of matrices at a low rank", "methods/low_rank.md")
+def _advice(situation: Situation) -> Advice:
+    return planned(situation, "rank 4", "--exchange 'low_rank=*'", {"*": "low_rank"})

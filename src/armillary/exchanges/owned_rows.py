@@ -15,6 +15,7 @@ ones by default). Codes: TorchRec's quantized communications.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from armillary.exchanges.dense import EarlyLegs, Leg, Legs
 from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.exchanges.parcel import RankInfo
+from armillary.plans.advice import Advice, Combination, Situation, advises, not_for, planned
 from armillary.plans.choice import Choice
 from armillary.plans.parameter import ParameterFact
 from armillary.plans.requests import AllToAll, Program
@@ -169,3 +171,39 @@ def by_rank(sizes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> tuple[
     ranks = range(len(sizes[0]))
     joined = torch.cat([piece[rank] for rank in ranks for piece in pieces])
     return joined, tuple(sum(cut[rank] for cut in sizes) for rank in ranks)
+
+
+@advises("Parallax", "tables by row with their owners, the rest by all-reduce", "methods/hybrid.md")
+def _advice(situation: Situation) -> Advice:
+    tables = [fact for fact in situation.profile.parameters if fact.requires_grad and fact.shardable]
+    if not tables:
+        return not_for("no table is read by row")
+    share = sum(fact.alpha * fact.bytes for fact in tables) / sum(fact.bytes for fact in tables)
+    found = planned(
+        situation, f"a rank reads {share:.2g} of {len(tables)} tables in a step", "--rule parallax", rule="parallax"
+    )
+    if not found.applies:
+        return found
+    return replace(found, combinations=_combined(situation))
+
+
+def _combined(situation: Situation) -> tuple[Combination, ...]:
+    """Look-ups of the next batch leave early; and rows in code, beside everything else in code."""
+    found = []
+    ahead = situation.price(prefetch=True)
+    if ahead.plan.looks_ahead:
+        line = situation.train() or "armillary.parallelize(..., prefetch=True), in a loop over run.batches(loader)"
+        found.append(Combination("tables by row + prefetch", ahead.forecast, line))
+    by_row = [group for group in situation.chosen.plan.groups if group.exchange and group.exchange.name == "owned_rows"]
+    if not by_row:
+        return tuple(found)
+    coded = {"rows_as": Choice("lower_precision"), "gradients_as": Choice("lower_precision")}
+    ways = {group.parameters[0]: Choice("owned_rows", {**group.own_exchange.options, **coded}) for group in by_row}
+    try:
+        both = situation.price(constraints={"*": Choice("lower_precision"), **ways})
+    except ValueError:  # nothing but tables, or one that cannot be coded
+        return tuple(found)
+    asked = {"*": "bf16", **{name: str(way) for name, way in ways.items()}}
+    typed = situation.train(" ".join(f"--exchange '{way}={name}'" for name, way in asked.items()))
+    name = "tables by row + bfloat16"
+    return (*found, Combination(name, both.forecast, typed or f"constraints={asked}", both.plan.departures))

@@ -31,6 +31,7 @@ from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechani
 from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.advice import Advice, Situation, advises, planned
 from armillary.plans.layout import Layout
 from armillary.plans.requests import AllGather, AllToAll, Program
 from armillary.plans.topology import Topology
@@ -203,3 +204,8 @@ class _Rule:
             return []
         header = Leg("everyone", float(others * NUMBER_BYTES * (1 + layout.tail)), others, "AllGather")
         return [header, Leg("everyone", float(others * self.expected(layout)), 1)]
+
+
+@advises("DCT", "gradients that reach a threshold", "methods/codecs.md")
+def _advice(situation: Situation) -> Advice:
+    return planned(situation, "1 % of the values a step", "--exchange 'threshold=*'", {"*": "threshold"})

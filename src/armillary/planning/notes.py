@@ -217,19 +217,16 @@ def _fits(plan: Plan, question: Question) -> bool:
 def _note(ways: Sequence[_Way], now: float) -> str:
     """What the best of ways that depart alike would save, and how to ask for it."""
     best = _mildest(ways, now) or min(ways, key=lambda way: way.seconds)
-    words, others = ", ".join(best.departs), [way for way in ways if way.seconds < best.seconds]
+    words = ", ".join(best.departs)
     if now / best.seconds < WORTH_SAYING:
         quickest = min(ways, key=lambda way: way.seconds)
         return f"nothing {words} helps at these links: the quickest would be {quickest.choice}, {_steps(quickest, now)}"
     ask = f"constraints={{'*': '{best.choice}'}} (--exchange '{best.choice}=*')"
     if set(best.departs) <= set(MAY_BE_ALLOWED):
-        ask = f"allow={best.departs!r} (--allow {' --allow '.join(best.departs)}), or {ask}"
-    more = "".join(
-        f"; {way.choice} {now / way.seconds:.1f}x" for way in sorted(others, key=lambda way: way.seconds)[:1]
-    )
+        ask = f"allow={best.departs!r} (--allow {' --allow '.join(best.departs)})"
     return (
-        f"would save {now / best.seconds:.1f}x at this link, NOT exact: {best.choice}: {_steps(best, now)}; "
-        f"{_costs(best.choice)}{more}. To take it, {ask}"
+        f"would save {now / best.seconds:.1f}x at this link, NOT exact: {best.choice}: {_steps(best, now)}. "
+        f"To take it, {ask}; armillary advise compares all methods"
     )
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from armillary.plans.advice import ADVICE, Advice, Situation, advisers, advises, not_for, planned
     from armillary.plans.choice import Choice
     from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
     from armillary.plans.layout import Layout, layout_of
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from armillary.plans.units import Page, Table, bytes_text, count_text, page_text, seconds_text
 
 __all__ = [
+    "ADVICE",
     "DATA",
     "DEPARTURES",
     "EXACT",
@@ -54,6 +56,7 @@ __all__ = [
     "STAGE",
     "TURN_BYTES",
     "TURN_SECONDS",
+    "Advice",
     "AllGather",
     "AllReduce",
     "AllToAll",
@@ -85,25 +88,31 @@ __all__ = [
     "RowRate",
     "Scope",
     "Send",
+    "Situation",
     "StageFact",
     "StagePlan",
     "Table",
     "Topology",
     "Trace",
     "UpdateRate",
+    "advisers",
+    "advises",
     "alone",
     "bytes_text",
     "count_text",
     "layout_of",
     "members",
     "model_fingerprint",
+    "not_for",
     "page_text",
+    "planned",
     "seconds_text",
     "sent_bytes",
     "summed",
 ]
 
 _NAMES = {
+    "advice": ("ADVICE", "Advice", "Situation", "advisers", "advises", "not_for", "planned"),
     "choice": ("Choice",),
     "group": ("DEPARTURES", "EXACT", "Forecast", "Group", "StagePlan"),
     "layout": ("Layout", "layout_of"),

@@ -13,6 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from armillary.local_losses import AskedOfSplit, HeadedPart, LocalLosses, split
+from armillary.plans.advice import Advice, Situation, advises, not_for, planned_in_stages
 from armillary.plans.units import bytes_text
 from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned, ScheduleOptions
@@ -129,3 +130,14 @@ SCHEDULES.register(
         refuse_stages=_refuse_stages,
     ),
 )
+
+
+@advises("local losses", "stages learn from losses of their own", "methods/local_losses.md")
+def _advice(situation: Situation) -> Advice:
+    found = planned_in_stages(situation, "local_losses")
+    if found.applies and found.source is not None:
+        try:
+            split(situation.model, situation.loss, situation.batches[0], at=len(found.source.stages))
+        except (ValueError, RuntimeError) as error:
+            return not_for(str(error))
+    return found

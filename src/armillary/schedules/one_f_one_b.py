@@ -5,6 +5,7 @@ Source: PipeDream-Flush (Narayanan et al., 2021); the same bubble as GPipe.
 
 from dataclasses import replace
 
+from armillary.plans.advice import Advice, Situation, advises, planned_in_stages
 from armillary.plans.units import bytes_text
 from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
 from armillary.schedules.method import Planned
@@ -56,3 +57,8 @@ SCHEDULES.register(
     ),
     aliases={"1f1b": {}},
 )
+
+
+@advises("1F1B pipeline", "a stage of the model on each rank", "methods/pipelines.md")
+def _advice(situation: Situation) -> Advice:
+    return planned_in_stages(situation, "one_f_one_b")

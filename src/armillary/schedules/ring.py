@@ -3,6 +3,7 @@
 Source: Fournier & Oyallon, 2024 (point-to-point data parallelism).
 """
 
+from armillary.plans.advice import Advice, Situation, advises, planned_in_stages
 from armillary.plans.units import bytes_text
 from armillary.schedules.cyclic import ring_method, sent_bytes, shared_memory
 from armillary.schedules.method import Planned, ScheduleOptions
@@ -52,3 +53,8 @@ SCHEDULES.register(
         ),
     ),
 )
+
+
+@advises("Cyclic Data Parallelism", "micro-batches staggered by one delay", "methods/cyclic.md")
+def _advice(situation: Situation) -> Advice:
+    return planned_in_stages(situation, "ring", micro_batches=None)

@@ -4,53 +4,46 @@ A workload gets what its schedule wants besides, such as heads for stages that l
 (`prepared`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from armillary.exchanges.parcel import RankInfo
 from armillary.measuring.measure import measure_links as measure
 from armillary.measuring.measure import with_memory_budget, workers_per_node
 from armillary.measuring.row_exchanges import timed_owners
 from armillary.models.structure import passes_alike
-from armillary.models.untouched import LiveBytes
 from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
 from armillary.planning.demand import refuse_with_rule
-from armillary.planning.link_costs import Upkeep
+from armillary.planning.memory import NothingFits
 from armillary.planning.partition_search import OwnerSearch
 from armillary.planning.planner import make_plan, notes_on_hosts
-from armillary.planning.pricing import Assumptions, Case
+from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
 from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
-from armillary.profiler.probe import Loss, profile_concurrently
+from armillary.profiler.probe import profile_concurrently
 from armillary.profiler.profiler import profile
 from armillary.profiler.unfit_model import makes_collectives
 from armillary.schedules.method import Prepare, ScheduleOptions
 from armillary.schedules.registry import options_of, owns_loop, read
+from armillary.session.asked_methods import remedies
 from armillary.session.autotune import fastest
 from armillary.session.events import PlannedJob
+from armillary.session.model_to_plan import ModelToPlan, assumptions_of
 from armillary.session.schedule_validation import joins_parameters, unserved
+from armillary.session.situation import situation_of
 from armillary.session.validation import handed_in, refuse_other_models, refuse_unfit
 from armillary.session.workload import Batch, Workload
-from armillary.tables.optimizer_trial import (
-    SmallStep,
-    leaves_untouched_rows,
-    stepped_ones,
-    wants_listed_rows,
-    why_not_by_row,
-    why_whole,
-)
-from armillary.tables.optimizers import as_one, members, tried_alone
+from armillary.tables.optimizers import members
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport
 from armillary.transport.watchdog import DEFAULT_TIMEOUTS, Timeouts
@@ -108,18 +101,6 @@ def open_transport(process_group: Any = None, timeouts: Timeouts = DEFAULT_TIMEO
     return Transport(per_node, timeouts=timeouts, process_group=process_group)
 
 
-@dataclass(frozen=True)
-class ModelToPlan:
-    """What is to be trained. draw: workers -> some batches, at least one each, in the order of `profile`; rank 0 looks
-    at all of them, every rank is timed with its own. stages: modules that a cut may begin with; none: the children."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    loss: Loss
-    draw: Callable[[int], Iterable[Batch]]
-    stages: Sequence[str] = ()
-
-
 def model_to_plan(workload: Workload, seed: int) -> ModelToPlan:
     """A new model of the workload, the same on every rank, with its optimizer."""
     torch.manual_seed(seed)
@@ -165,6 +146,20 @@ def plan_job(
 
 
 def _planned(
+    subject: ModelToPlan, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
+) -> dict[str, str]:
+    """The same; where nothing fits, with the two methods that would do best."""
+    try:
+        return _plans(subject, found, topology, request, owners)
+    except NothingFits as error:
+        would = remedies(situation_of(subject, topology, found))
+        if not would:
+            raise
+        others = "\n".join(f"  {one}" for one in would)
+        raise NothingFits(f"{error}\nOf all methods (armillary advise), these would do best:\n{others}") from None
+
+
+def _plans(
     subject: ModelToPlan, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
 ) -> dict[str, str]:
     """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
@@ -247,83 +242,6 @@ def first_batches(workload: Workload, workers: int, steps: int, seed: int) -> li
             "workers, a smaller batch_size or more data"
         )
     return [batch for together in zip(*drawn, strict=False) for batch in together]
-
-
-def assumptions_of(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module | None = None) -> Assumptions:
-    """What the optimizer keeps per parameter, what it needs for a moment, and whether it moves rows without gradient,
-    found by trying it out. One that steps by a closure alone cannot be tried, and counts as Adam.
-
-    Args:
-        optimizer: of several, and of groups with other options, the most is assumed of every parameter.
-        model: what they train. Each of its parameters is then assumed to be kept as its own group keeps it.
-
-    Raises:
-        ValueError: the model has none of the optimizer's parameters.
-    """
-    kinds = [
-        (options, like, _of_kind(one, options, like))
-        for one in members(as_one(optimizer))
-        for options in one.param_groups
-        for like in {parameter.dim(): parameter for parameter in options["params"]}.values()
-    ]
-    found = [upkeep for _, _, upkeep in kinds]
-    if not found:
-        raise ValueError("assumptions_of: the optimizer holds no parameter")
-    reasons = {(upkeep.mixes_rows, upkeep.stays_whole) for upkeep in found}
-    most = Upkeep(
-        optimizer_slots=max(one.optimizer_slots for one in found),
-        moves_quiet_rows=any(one.moves_quiet_rows for one in found),
-        step_slots=max(one.step_slots for one in found),
-        mixes_rows=max(reasons)[0] if model is None or len(reasons) == 1 else "",
-        lists_rows=all(one.lists_rows for one in found),
-        stays_whole=max(reasons)[1] if model is None or len(reasons) == 1 else "",
-    )
-    if model is None:
-        return Assumptions(**asdict(most))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    kept = {
-        names[p]: upkeep
-        for options, like, upkeep in kinds
-        for p in options["params"]
-        if p in names and p.dim() == like.dim()
-    }
-    if not kept:
-        raise ValueError(
-            "assumptions_of: no tensor of the optimizer is a parameter of this model; give the model that it trains"
-        )
-    return Assumptions(**asdict(most), own={name: upkeep for name, upkeep in kept.items() if upkeep != most})
-
-
-def _of_kind(optimizer: Optimizer, options: dict[str, Any], like: Tensor) -> Upkeep:
-    """Of the parameters of a group that have as many dimensions as this one."""
-    mixes, whole = (ask(optimizer, options, like) for ask in (why_not_by_row, why_whole))
-    mixes, whole = (why and f"{type(optimizer).__name__} {why}" for why in (mixes, whole))
-    tried = stepped_ones(optimizer, options, like)
-    if tried is None:
-        return Upkeep(mixes_rows=mixes, stays_whole=whole)  # Adam's
-    temporary_bytes = _second_step_bytes(tried)
-    kept = ((p, optimizer.state[p]) for p in options["params"] if p.dim() and optimizer.state.get(p))
-    parameter, state = next(kept, (tried.parameter, tried.optimizer.state[tried.parameter]))
-    return Upkeep(
-        optimizer_slots=sum(isinstance(one, Tensor) and one.shape == parameter.shape for one in state.values()),
-        moves_quiet_rows=not leaves_untouched_rows(optimizer, options, like),
-        step_slots=float(temporary_bytes // tried.parameter.nbytes),
-        mixes_rows=mixes,
-        lists_rows=wants_listed_rows(optimizer, options, like),
-        stays_whole=whole,
-    )
-
-
-def _second_step_bytes(tried: SmallStep) -> int:
-    """The most bytes that were made in it and are no state."""
-    live = LiveBytes()
-    with tried_alone():
-        for _ in range(2):
-            tried.parameter.grad = tried.gradient.clone()
-            with live:
-                live.mark()
-                tried.optimizer.step()
-    return live.added_bytes
 
 
 def prepared(workload: Workload, request: JobRequest, workers: int) -> Workload:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,9 +15,17 @@ from armillary.tensor.mesh_plan import MeshPlan, MeshPrice, named
 from armillary.tensor.price import StepAsked, priced
 from armillary.tensor.ways import WAYS
 
-__all__ = ["plan"]
+__all__ = ["LossStep", "all_priced", "cheapest_fitting", "plan"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+class LossStep(NamedTuple):
+    """What is passed: the batch of a whole step, and loss(model, batch) -> scalar."""
+
+    batch: Any
+    loss: Loss
+
 
 ALIKE, MOST_ALIKE = 0.02, 0.05  # prices within as much are one price, or within the links' scatter up to the second
 
@@ -57,16 +65,16 @@ def plan(
     looked = looked_at(model, found.chain, share_of(batch, max(1, samples // many)), loss, found.rows_dim)
     told = shared((looked, topology))
     seen, asked = slowest([one for one, _ in told]), StepAsked(samples, told[0][1], optimizer_slots)
-    prices, left_out = by_rank_0(lambda: _all(model, found, batch, loss, roles, seen, asked))
+    prices, left_out = by_rank_0(lambda: all_priced(model, found, LossStep(batch, loss), roles, seen, asked, many))
     made = MeshPlan(region, "data", {"data": many}, False, roles, samples, memory_bytes, prices, seen, left_out)
-    taken = _cheapest(made, max(ALIKE, min(asked.topology.scatter, MOST_ALIKE)))
+    taken = cheapest_fitting(made, max(ALIKE, min(asked.topology.scatter, MOST_ALIKE)))
     made = made.choosing(taken.way, taken.mesh, fsdp=taken.fsdp)
     if is_rank_0():
         print(made)
     return made
 
 
-def _cheapest(found: MeshPlan, alike: float) -> MeshPrice:
+def cheapest_fitting(found: MeshPlan, alike: float) -> MeshPrice:
     """The row that holds least of those whose prices are as good as the lowest that fits.
 
     Raises:
@@ -88,23 +96,25 @@ def _cheapest(found: MeshPlan, alike: float) -> MeshPrice:
     return min((one for one in fitting if one.seconds <= near), key=lambda one: one.held_bytes)
 
 
-def _all(
+def all_priced(
     model: nn.Module,
     region: Examined,
-    batch: Any,
-    loss: Loss,
+    step: LossStep,
     roles: Mapping[str, str],
     seen: Inventory,
     asked: StepAsked,
+    many: int,
 ) -> tuple[tuple[MeshPrice, ...], dict[str, str]]:
     """The cheapest first; and what is not possible, with the reason."""
     prices, left_out, calls = list[MeshPrice](), dict[str, str](), dict[int, FakeCalls]()
-    for way, sizes in _meshes(ranks()):
+    for way, sizes in _meshes(many):
         data = sizes["data"]
         if asked.samples % data:
             continue
         if data not in calls:
-            calls[data] = fake_calls(model, region.chain, partial(loss, model, share_of(batch, asked.samples // data)))
+            calls[data] = fake_calls(
+                model, region.chain, partial(step.loss, model, share_of(step.batch, asked.samples // data))
+            )
         try:
             dry = dry_run(model, region.region, way, sizes, roles, calls[data])
         except (ValueError, RuntimeError) as error:

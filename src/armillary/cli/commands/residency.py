@@ -1,19 +1,15 @@
 """`armillary residency`: trains a few steps under a memory budget, and says what other budgets would cost."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from armillary.cli.names import refusing
-from armillary.cli.options import PLAN, AsJson, Corpus, Data, Imports, IsSmall, Seed, Set, WorkloadName
+from armillary.cli.options import PLAN, AsJson, Corpus, Data, Imports, IsSmall, Seed, Set, WorkloadName, bytes_of
 from armillary.cli.request import AskedWorkload
 
 __all__ = ["residency_command"]
-
-UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-SIZE = re.compile(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*")
 
 Memory = Annotated[
     str,
@@ -63,14 +59,3 @@ def residency_command(
     from armillary.cli.residency import residency_asked
 
     residency_asked(task, memory_bytes, tier, stages, seed, json)
-
-
-def bytes_of(text: str) -> int:
-    """
-    Raises:
-        ValueError: it is no size.
-    """
-    found = SIZE.fullmatch(text)
-    if found is None or found[2].upper() not in UNITS or found[1].count(".") > 1:
-        raise ValueError(f"--memory: want a size such as 40MiB or 2GiB, got {text!r}")
-    return int(float(found[1]) * UNITS[found[2].upper()])
