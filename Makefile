@@ -16,9 +16,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: install
 	$(BIN)/armillary train language_model --workers 2
 
-# Bytecode is kept, whatever the environment says: tests start hundreds of processes.
 test: install
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/benchmarks $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 lint: install
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.measuring.bars import Bar, missed, table
 from benchmarks.measuring.cells import Cells, Enough
 from benchmarks.measuring.page import written
-from benchmarks.netlab import Lab
+from benchmarks.netlab import Lab, RankFailed
 
 HERE = Path(__file__).parent
 HOSTS, MBIT, STEPS, FIRST = 4, 100, 24, 4
@@ -59,7 +59,7 @@ def _measured(cells: Cells, name: str, typed: str, first: int) -> None:
     """The advice of a model, then its first rows."""
     rows = cells.once(name, lambda: _advised(typed))["rows"]
     for row in rows[:first]:
-        cells.once(f"{name}; {row['method']}", lambda: _trained(row, rows))  # noqa: B023
+        cells.once(f"{name}; {row['method']}", lambda: _trained(row))  # noqa: B023
 
 
 def _advised(typed: str) -> Mapping[str, Any]:
@@ -75,12 +75,16 @@ def _advised(typed: str) -> Mapping[str, Any]:
     return {"bottleneck": found["bottleneck"], "rows": [*ways[: FIRST - 1], ways[-1]]}
 
 
-def _trained(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _trained(row: Mapping[str, Any]) -> Mapping[str, Any]:
     words = shlex.split(row["shell"])[1:]
     at = words.index("--workers")
-    with TemporaryDirectory() as folder, Lab(HOSTS, MBIT) as lab:
-        said = _run(lab, [*words[:at], *words[at + 2 :], "--steps", str(STEPS), "--runs", folder, "--json"])
-    return {"method": row["method"], "forecast_seconds": row["seconds"], "seconds": json.loads(said)["step_seconds"]}
+    kept = {"method": row["method"], "forecast_seconds": row["seconds"]}
+    try:
+        with TemporaryDirectory() as folder, Lab(HOSTS, MBIT) as lab:
+            said = _run(lab, [*words[:at], *words[at + 2 :], "--steps", str(STEPS), "--runs", folder, "--json"])
+    except RankFailed as error:
+        return {**kept, "refused": str(error).strip().rpartition("\n")[2]}
+    return {**kept, "seconds": json.loads(said)["step_seconds"]}
 
 
 def _run(lab: Lab, words: Sequence[str]) -> str:
@@ -96,15 +100,24 @@ def page(found: Found) -> tuple[list[str], list[Bar]]:
         rows = [one for cell, one in found.items() if cell.startswith(f"{name}; ")]
         rows.sort(key=lambda one: one["forecast_seconds"])
         for one in rows:
-            forecast, seconds = one["forecast_seconds"], one["seconds"]
+            forecast, seconds = one["forecast_seconds"], one.get("seconds")
+            if seconds is None:
+                lines.append(f"| {name} | {one['method']} | {forecast * 1e3:.1f} | refused: {one['refused']} | |")
+                continue
             cells = (f"{forecast * 1e3:.1f}", f"{seconds * 1e3:.1f}", f"{forecast / seconds:.2f}")
             lines.append(f"| {name} | {one['method']} | {' | '.join(cells)} |")
-        for quicker, slower in combinations(rows, 2):
+        for quicker, slower in combinations([one for one in rows if "seconds" in one], 2):
             if slower["forecast_seconds"] > APART * quicker["forecast_seconds"]:
                 apart += 1
                 right += quicker["seconds"] < slower["seconds"]
     bars = [
-        Bar("pairs whose forecasts differ by more than 20 %", f">= {PAIRS}", [apart], lambda it: it >= PAIRS, 0),
+        Bar(
+            "pairs whose forecasts differ by more than 20 %",
+            f">= {PAIRS}",
+            [apart] if found else [],
+            lambda it: it >= PAIRS,
+            0,
+        ),
         Bar("of them measured in the order forecast", f">= {IN_ORDER}", [right / apart] if apart else [], _is_enough),
     ]
     said = [f"* {name}: {one['bottleneck']}" for name in MODELS if (one := found.get(name))]

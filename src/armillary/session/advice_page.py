@@ -107,7 +107,8 @@ class AdvicePage:
         exact = [row for row in training if not row.advice.departures]
         other = [row for row in training if row.advice.departures]
         parts: list[Any] = [f"{self.sentence}\n{self._plan()}"]
-        parts += [f"To type or write behind {self._begins}: the last column."] if training else []
+        verb = "To type" if self.typed else "To write"
+        parts += [f"{verb}: {self._begins}, then the last column."] if training else []
         parts += [self._table("exact", exact)] if exact else []
         parts += [self._table("not exact", other), _legend(other)] if other else []
         parts += [self._serving(serving)] if serving else []
