@@ -39,6 +39,7 @@ SECONDS = {  # cell -> Mbit/s, contenders, period, steps a turn, turns each
     "PowerSGD, no limit": (0, "PowerSGD", 1, 30, 2),
 }
 LIVE = ("H = 32", 32, 192)  # way, period, steps
+EXACT_STEPS = {"PowerSGD": 10}  # that begin it, as DDP's; so its first turn is left out
 Found = Mapping[str, Mapping[str, Any]]
 
 
@@ -116,8 +117,8 @@ def page(found: Found) -> tuple[list[str], list[Bar]]:
         for way, curve in made.items():
             last = [one["accuracy"][-1] for one in curve]
             at = _reached(steps, _mean(curve), goal)
-            ours = seconds.get(way, {})
-            until = at * next(iter(ours.values()), math.nan)
+            step, exact = next(iter(seconds.get(way, {}).values()), math.nan), EXACT_STEPS.get(way, 0)
+            until = (at - exact) * step + exact * seconds["DDP"].get("DDP", 0.0)
             ddp = until if way == "DDP" else ddp
             if split == SPLITS[0]:
                 ends[way], takes[way] = statistics.fmean(last), until
@@ -137,7 +138,7 @@ def page(found: Found) -> tuple[list[str], list[Bar]]:
     for name in SECONDS:
         for contender, turns in found.get(f"seconds/{name}", {}).get("turns", {}).items():
             shown = ", ".join(f"{1e3 * turn['step_seconds']:.1f}" for turn in turns)
-            lines.append(f"| {name} | {contender} | {shown} | {turns[0]['sent_bytes'] / 1e3:,.0f} |")
+            lines.append(f"| {name} | {contender} | {shown} | {turns[-1]['sent_bytes'] / 1e3:,.0f} |")
     bars = _bars(found, ends, takes, seconds)
     return [*lines, "", *table(bars)], bars
 
@@ -175,7 +176,10 @@ def _mean(curves: Sequence[Mapping[str, Any]]) -> np.ndarray:
 def _seconds(found: Found, name: str) -> dict[str, float]:
     """A step's, by contender, ours first."""
     turns = found.get(f"seconds/{name}", {}).get("turns", {})
-    return {one: statistics.median(turn["step_seconds"] for turn in those) for one, those in turns.items()}
+    return {
+        one: statistics.median(turn["step_seconds"] for turn in those[one in EXACT_STEPS :])
+        for one, those in turns.items()
+    }
 
 
 def _reached(steps: Sequence[int], values: np.ndarray, goal: float) -> float:
