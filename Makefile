@@ -16,8 +16,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: install
 	$(BIN)/armillary train language_model --workers 2
 
+# Bytecode is kept, whatever the environment says: tests start hundreds of processes.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --ignore tests/benchmarks $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

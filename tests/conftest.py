@@ -14,6 +14,7 @@ inherits it.
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,17 @@ settings.register_profile("laws", deadline=None)
 settings.load_profile("laws")
 # A suite started in the background inherits "ignore SIGINT", and would pass that on to the programs it interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+SECONDS = Path(__file__).with_name("seconds.tsv")  # by file, of the longest ones; made by .ci/seconds
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where files are dealt out to several processes, the longest go first: none is left over for one of them."""
+    if hasattr(config, "workerinput"):
+        told = [line.split("\t") for line in SECONDS.read_text().splitlines()]
+        seconds = {file: float(spent) for file, spent in told}
+        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 @pytest.fixture(scope="session")

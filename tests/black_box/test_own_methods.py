@@ -8,14 +8,14 @@ from torch import nn
 
 import armillary
 import face
-from armillary.codecs import CODECS, Codec, registry
+from armillary.codecs import CODECS, Codec, codec
 from armillary.exchanges import dense_exchange, dense_exchanges, row_exchange
 from contracts.journey import registered
 
 CODEC = '''
 """Halves between -63.5 and 63.5, a byte each."""
 import torch
-from armillary.codecs import Codec, registry
+from armillary.codecs import Codec, codec
 from scale import LARGEST
 
 
@@ -257,13 +257,13 @@ def planned(constraint):
 def test_a_codec_that_is_imported_after_the_shelves_were_read_is_an_exchange_too():
     with pytest.raises(ValueError, match=r"'thirds', which is no layout and no exchange.*import its file first"):
         planned("thirds")
-    with registered(registry(), thirds):
+    with registered(codec(), thirds):
         assert {group.exchange.name for group in planned("thirds").groups} == {"thirds"}
         assert len(dense_exchanges()["thirds"].examples) == len(dense_exchanges()["one_bit"].examples)
     assert "thirds" not in dense_exchanges()
 
 
-@pytest.mark.parametrize("decorator", [registry, dense_exchange, row_exchange])
+@pytest.mark.parametrize("decorator", [codec, dense_exchange, row_exchange])
 def test_a_decorator_without_parentheses_or_with_no_options_is_refused(decorator):
     with pytest.raises(ValueError, match=rf"@{decorator.__name__} above thirds: .*write @{decorator.__name__}\(\)"):
         decorator(thirds)
@@ -280,9 +280,9 @@ def test_a_codec_whose_name_an_exchange_has_is_refused_and_leaves_nothing():
     def quantize():
         return None
 
-    for decorate, make in ((registry(), all_reduce), (dense_exchange(), quantize)):
+    for decorate, make in ((codec(), all_reduce), (dense_exchange(), quantize)):
         with pytest.raises(ValueError, match=f"'{make.__name__}' is registered twice"):
             decorate(make)
-    with registered(registry(carries=False), all_reduce):  # whose exchange has a file of its own
+    with registered(codec(carries=False), all_reduce):  # whose exchange has a file of its own
         assert CODECS["all_reduce"].make is all_reduce
     assert (dict(CODECS.all()), dict(dense_exchanges())) == before

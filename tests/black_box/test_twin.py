@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import armillary
 from armillary import Choice, Link, Topology
 from armillary.cli.main import app
-from armillary.codecs import build_codec, registry
+from armillary.codecs import build_codec, codec
 from armillary.exchanges import build_dense, build_row, dense_exchange
 from armillary.exchanges.coded import coded
 from armillary.reference.edges import Edges
@@ -129,6 +130,13 @@ def test_what_the_data_decide_is_counted_beside_its_forecast_and_priced_as_count
     on_the_link = sent["counted_bytes"] / SLOW.bytes_per_second
     assert on_the_link < side["step_seconds"] < 1.2 * on_the_link + 0.05
     assert "Its step is priced with what was counted" in " ".join(str(found).split())
+
+
+def test_gradients_that_are_averaged_beside_weights_are_counted_too():
+    """In islands, whose nodes of two average in every step and meet in every second."""
+    islands = replace(FOUR, nodes=2, workers_per_node=2)
+    sent = twin_of("local_steps(steps=2, inside='node')", 8, 1, islands).facts()["departing"]
+    assert sent["counted_bytes"] == pytest.approx(sent["forecast_bytes"]) and sent["counted_bytes"] > 0
 
 
 def test_a_twin_takes_the_same_steps_as_the_workers_of_a_job_would():
@@ -357,13 +365,13 @@ def codec_exchange(text):
     return build_dense(choice.name, **choice.options)
 
 
-def judged(model, batches, registry):
+def judged(model, batches, codec):
     """The mean held-out loss, of what decoding gives in the middle."""
     losses = []
     with torch.no_grad():
         for inputs, wanted in batches[-8:]:
             value = model[:2](inputs)
-            value = value if registry is None else registry.meaning(value.reshape(-1), None).view(value.shape)
+            value = value if codec is None else codec.meaning(value.reshape(-1), None).view(value.shape)
             losses.append(float((model[2:](value) - wanted).square().mean()))
     return sum(losses) / 8
 
@@ -421,7 +429,7 @@ def test_a_bad_code_of_an_edge_shows_a_gap():
     def turned_round():
         return good._replace(meaning=lambda values, draw: good.meaning(-values, draw))
 
-    with registered(registry(), turned_round):
+    with registered(codec(), turned_round):
         bad, fair = (staged_twin(CHAIN, f"{name}(at_eval=off)") for name in ("turned_round", "lower_precision"))
     assert bad.sides.at_steps[-1].gap > 10 * abs(fair.sides.at_steps[-1].gap) > 0
 
@@ -433,7 +441,7 @@ def test_gradients_that_come_back_are_coded_too():
     def lost():
         return good._replace(meaning=lambda values, draw: seen.append(values) or torch.zeros_like(values))
 
-    with registered(registry(), lost):
+    with registered(codec(), lost):
         found = staged_twin(CHAIN, back="lost")
     assert len(seen) == 18 and found.sides.other.losses[0][0] == found.sides.exact.losses[0][0]
     assert found.sides.other.losses[0][-1] > found.sides.exact.losses[0][-1]

@@ -1,8 +1,6 @@
 """Gossip on a ring, beside plain loops over replicas that know neither exchange nor runtime; saved, moved, broken."""
 
 import copy
-import os
-import signal
 from contextlib import nullcontext
 
 import pytest
@@ -15,9 +13,8 @@ from armillary.exchanges import gossip as shelf_file
 from armillary.plans import Choice
 from armillary.session.attach import attach
 from contracts.journey import adam, batch_of, loss, net, one_step, planned, saved_and_resumed, unlike, verified
-from forked import Job
 
-STEPS = 45
+STEPS, FEW_STEPS = 45, 16
 OPTIONS = {"horizon": 1.0, "cap": 4, "start": 3}
 KEEP, REPLACE = (Choice("gossip", {**OPTIONS, "mixing": mixing}) for mixing in ("keep", "replace"))
 D_PSGD = Choice("gossip", {"horizon": 0.0})
@@ -81,14 +78,14 @@ def apart(weights, run):
     return max(float((p - weights[run.rank][name]).detach().abs().max()) for name, p in run._model.named_parameters())
 
 
-def beside_plain(rank, workers, choice, fault=None):
+def beside_plain(rank, workers, choice, fault=None, steps=STEPS):
     """The largest gap after any step; tensors sent in the plain loops, and how many could have been."""
     run = begun(workers, choice, check_order=True)
     plain = Plain(workers, **{"mixing": "keep", "cap": 20, "start": 30, **choice.options})
     if fault:
         fault(run)
     worst = 0.0
-    for step in range(STEPS):
+    for step in range(steps):
         one_step(run, step)
         plain.step()
         worst = max(worst, apart(plain.weights, run))
@@ -96,7 +93,7 @@ def beside_plain(rank, workers, choice, fault=None):
     if rank == 0:
         worst = max(worst, *(float((exported["model"][n] - p).detach().abs().max()) for n, p in mean.items()))
     run.close()
-    return worst, plain.sent, workers * STEPS * len(plain.weights[0])
+    return worst, plain.sent, workers * steps * len(plain.weights[0])
 
 
 @pytest.mark.parametrize("choice", [KEEP, REPLACE], ids=str)
@@ -190,7 +187,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_shows(crew, fault):
-    assert max(gap for gap, _, _ in crew(4).run(beside_plain, KEEP, fault)) > 1e-6
+    assert max(gap for gap, _, _ in crew(3).run(beside_plain, KEEP, fault, FEW_STEPS)) > 1e-6
 
 
 # Saved, moved, verified.
@@ -269,33 +266,6 @@ def with_neighbours_only(rank, workers):
 def test_a_step_asks_nothing_of_all_ranks(crew):
     for kinds, density in crew(4).run(with_neighbours_only):
         assert kinds == {("AllToAll", True)} and all(0 <= share <= 1 for share in density)
-
-
-def killed_in_a_meeting(rank, workers):
-    model = net()
-    run = attach(planned(workers, KEEP), model, adam(model), report_after=1.0, timeout=5.0)
-    for step in range(3):
-        one_step(run, step)
-    if rank == 1:
-        for unit in run._engine.executor.units:
-            unit.exchange = unit.exchange._replace(push=dying(unit.exchange.push))
-    for step in range(3, 6):
-        one_step(run, step)
-
-
-def dying(push):
-    def program(parcel, state, place):
-        begun = push(parcel, state, place)
-        yield begun.send(None)  # flags have left
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return program
-
-
-def test_a_rank_that_is_killed_in_a_meeting_is_named():
-    for rank, one in enumerate(Job(3, killed_in_a_meeting).ended()):
-        if rank != 1:
-            assert one.code == 1 and "rank 1: no sign of life" in one.err, one.err
 
 
 def test_the_sides_of_a_ring_are_each_others():

@@ -2,7 +2,7 @@
 
 import torch
 
-from armillary.codecs import Codec, build_codec, registry
+from armillary.codecs import Codec, build_codec, codec
 from armillary.exchanges import DenseExchange, Leg, dense_exchange, exact_sum
 from armillary.plans import AllGather, Choice
 from contracts.journey import compared, moved, planned, registered, saved_and_resumed, truth_after, verified
@@ -44,7 +44,7 @@ def coded_identity():
 
 
 def shelf():
-    return registered(dense_exchange(), coded_identity, registry(), identity)
+    return registered(dense_exchange(), coded_identity, codec(), identity)
 
 
 CHOICE = Choice("coded_identity")

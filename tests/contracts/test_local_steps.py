@@ -259,34 +259,6 @@ def test_compare_finds_the_bytes_that_were_forecast(crew, tmp_path):
         assert is_within and sent > 0
 
 
-def test_declared_weights_and_what_does_not_float_are_refused():
-    with pytest.raises(ValueError, match=r"mean='weights' weighs gradients, but local_steps\(steps=2\) lets weights"):
-        planned(2, MEAN, mean="weights")
+def test_what_does_not_float_is_refused():
     layout = Layout(("angles",), ((3,),), "complex64")
     assert "have no mean" in build_dense("local_steps").refuses(layout)
-
-
-def refused(rank, workers):
-    """What is said of what would ask all ranks in every step."""
-    told = []
-    for asked in ({"scaler": torch.amp.GradScaler("cpu")}, {"check_finite": True}):
-        with pytest.raises(ValueError, match="asks all ranks") as raised:
-            begun(workers, MEAN, **asked)
-        told.append(str(raised.value))
-    run = begun(workers, MEAN)
-    for loader in (list(range(3 + rank)), iter(range(3))):
-        with pytest.raises(ValueError, match=r"run\.batches") as raised:
-            next(run.batches(loader))
-        told.append(str(raised.value))
-    even = list(run.batches(list(range(3))))
-    run.close()
-    return told, even
-
-
-def test_what_asks_all_ranks_in_every_step_is_refused_by_name(crew):
-    for (scaler, finite, uneven, unknown), even in crew(2).run(refused):
-        assert "a GradScaler asks all ranks" in scaler and "use bfloat16" in scaler
-        assert "check_finite=True asks all ranks" in finite and "drop it" in finite
-        assert "rank 0: 3, rank 1: 4" in uneven and "give every rank as many" in uneven
-        assert "rank 0: unknown" in unknown
-        assert even == [0, 1, 2]

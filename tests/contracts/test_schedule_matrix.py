@@ -12,15 +12,13 @@ from torch import nn
 import face
 from armillary.contracts.schedule import SCHEDULE_RULES
 from armillary.plans import Choice
-from armillary.schedules import SCHEDULES, read
-from armillary.session.plan_job import JobRequest
-from armillary.session.verify import verify_workload
-from armillary.session.workload import Script
+from armillary.reference.whole_model import CutModel
+from armillary.schedules import SCHEDULES, options_of, read
+from armillary.session.truth import ScheduleTruth
 from armillary.transport.transport import Transport
 
 UNEQUAL = ([[1, 1], [2, 2]], [[2, 2], [1, 1]], [[1, 2], [1, 7]], [[3, 1], [1, 1], [1, 5]])
-STEPS = 4
-MOST = 12 * STEPS  # batches of all steps
+STEPS, MIDST = 4, 2
 
 
 def corners(name):
@@ -87,37 +85,58 @@ def layers():
     return nn.Sequential(*(layer for pair in pairs for layer in pair)).double()
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def mean_square(model, batch):
     return model(batch).square().mean()
 
 
-def batches(count):
-    draws = [torch.Generator().manual_seed(number) for number in range(count)]
-    return [torch.randn(3, 6, generator=draw, dtype=torch.float64) for draw in draws]
+def batch_of(step, micro_batch):
+    draw = torch.Generator().manual_seed(100 * step + micro_batch)
+    return torch.randn(3, 6, generator=draw, dtype=torch.float64)
 
 
 def planned(name, workers, options):
-    return face.plan_for(layers(), mean_square, batches(workers), workers, schedule=str(Choice(name, options)))
+    examples = [batch_of(0, number) for number in range(workers)]
+    return face.plan_for(layers(), mean_square, examples, workers, schedule=str(Choice(name, options)))
+
+
+def in_one_process(plan):
+    """Weights of the loop over the plan's stages: in the midst of training, where it drains, and at its end."""
+    model, options = layers(), options_of(plan)
+    begins = [int(stage.begins.partition(".")[0] or 0) for stage in plan.stages] if options.method.is_cut else [0]
+    stages = [model[first:end] for first, end in pairwise([*begins, len(model)])]
+    cut = CutModel(stages, lambda output, batch: output.square().mean(), lambda batch: batch)
+    truth, seen = ScheduleTruth(plan, model, sgd(model), cut, seed=0), []
+    for step in range(STEPS):
+        if step == MIDST:
+            seen.append({name: p.detach().clone() for name, p in model.named_parameters()})
+            truth.drain()
+        truth.step([batch_of(step, m) for m in range(options.total(plan.workers))])
+    return seen[0], dict(model.named_parameters())
 
 
 def trained(rank, world, plans):
-    """By plan, what is otherwise than in one process, and whether an export in the middle came through."""
+    """By plan the same, of a run."""
     found = []
     for plan in plans:
         model = layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        script = Script(model, optimizer, batches(MOST), mean_square, STEPS)
-        verified = verify_workload(script, steps=STEPS, request=JobRequest(plan=plan), exchanges=())
-        run = face.start(plan, model, optimizer, mean_square, batches(1)[0], timeout=20.0)
-        mine = batches(MOST)[: len(run.run._engine.micro_batches)]
-        for step in range(3):
-            if step == 2:
-                run.run.export()
-            run.run.step(mine)
-        run.run.close()
-        found.append("" if verified.is_equal else str(verified))
+        run = face.start(plan, model, sgd(model), mean_square, batch_of(0, 0), timeout=20.0).run
+        for step in range(STEPS):
+            if step == MIDST:
+                exported = run.export()
+                run._engine.drain()
+            run.step([batch_of(step, m) for m in options_of(plan).handed_in(rank, world)])
+        run.close()
+        found.append((exported and exported["model"], dict(model.state_dict())))
     Transport().close()
     return found
+
+
+def apart(got, want):
+    return [name for name in want if not torch.allclose(got[name], want[name], rtol=1e-12, atol=1e-12)]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -126,6 +145,10 @@ def test_corners_train_as_in_one_process_with_a_drain_in_the_middle(crew, worker
         (name, options) for name, count, options in CORNERS if count == workers and is_trained(name, workers, options)
     ]
     plans = [planned(name, workers, options) for name, options in mine]
-    answers = crew(workers).run(trained, plans)
-    wrong = {str(Choice(*one)): said for one, said in zip(mine, answers[0], strict=True) if said}
+    everyones, wrong = crew(workers).run(trained, plans), {}
+    for place, (plan, one) in enumerate(zip(plans, mine, strict=True)):
+        midst, end = in_one_process(plan)
+        (exported, _), *_ = answers = [found[place] for found in everyones]
+        found = [("exported", apart(exported, midst)), *((rank, apart(w, end)) for rank, (_, w) in enumerate(answers))]
+        wrong |= {f"{Choice(*one)}: {who}": names for who, names in found if names}
     assert not wrong

@@ -1,5 +1,8 @@
-"""Replicas that differ, whatever exchange lets them: weights that are not finite, buffers, how far apart they are."""
+"""Replicas that differ, whatever exchange lets them: lost weights and ranks, buffers, how far apart replicas are, what
+cannot be had with them."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -8,12 +11,16 @@ from torch import nn
 
 import armillary
 from armillary.planning.planner import plan
-from armillary.plans import SIMULTANEOUS
+from armillary.plans import SIMULTANEOUS, AllReduce, Choice
 from armillary.schedules import SCHEDULES
-from contracts.journey import profile_of
+from armillary.session.attach import attach
+from contracts.journey import adam, net, one_step, planned, profile_of
+from forked import Job
 from planning_cases import machines
 
 WORKERS, MIDST, STEPS = 2, 3, 6
+GOSSIP = Choice("gossip", {"start": 3, "cap": 4})
+EXCHANGES = [Choice("local_steps", {"steps": 2}), GOSSIP]
 WISH = {"*": "local_steps(steps=2)"}
 
 
@@ -121,6 +128,41 @@ def test_everybody_sees_one_model_buffers_included_and_each_rank_goes_on_with_it
         assert "replicas' distance" in told
 
 
+def resized(rank, world, folder, first):
+    """Opens what other ranks saved, if they did: what it then holds; trains past a meeting, saves what it held then."""
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    examples = [batch_of(worker, 0) for worker in range(world)]
+    run = armillary.parallelize(model, optimizer, examples, loss, constraints=WISH)
+    if first:
+        run.load(armillary.latest_checkpoint(folder))
+    begins = held(model)
+    for step in range(first, first + MIDST):
+        optimizer.zero_grad()
+        loss(model, batch_of(rank, step)).backward()
+        optimizer.step()
+    run.save(folder)
+    mine = held(model)
+    run.close()
+    return begins, mine
+
+
+def test_4_workers_become_2_and_2_become_3_and_each_begins_with_the_mean_of_all_statistics(crew, tmp_path):
+    before = None
+    for world, first in ((4, 0), (2, MIDST), (3, 2 * MIDST)):
+        answers = crew(world).run(resized, str(tmp_path), first)
+        for begins, _ in answers if before else ():
+            for name in ("norm.running_mean", "norm.running_var", "last.weight"):
+                mean = torch.stack([one[name] for one in before]).mean(0)
+                torch.testing.assert_close(begins[name], mean, rtol=1e-14, atol=1e-14)
+            largest = max(int(one["norm.num_batches_tracked"]) for one in before)
+            assert int(begins["norm.num_batches_tracked"]) == largest
+            assert torch.equal(begins["seen"], torch.stack([one["seen"] for one in before]).any(0))
+        before = [mine for _, mine in answers]
+        assert same(before[0], before[1]), "replicas do not differ here"
+        assert all(bool(value.isfinite().all()) for one in before for value in one.values())
+
+
 def distance(rank, world):
     model = made()
     run, optimizer = begun(rank, model)
@@ -172,3 +214,86 @@ def test_a_schedule_that_nobody_would_carry_out_is_refused():
             plan(profile_of(2), machines(2, megabits=0.1), schedule="mine")
     finally:
         SCHEDULES._entries = before
+
+
+def killed_in_a_meeting(rank, workers, choice):
+    model = net()
+    run = attach(planned(workers, choice), model, adam(model), report_after=1.0, timeout=5.0)
+    for step in range(4):
+        one_step(run, step)
+    if rank == 1:
+        for unit in run._engine.executor.units:
+            unit.exchange = unit.exchange._replace(push=dying(unit.exchange.push))
+    for step in range(4, 8):
+        one_step(run, step)
+
+
+def dying(push):
+    """Dies with its first request: of one that makes several, when the answer has come."""
+
+    def program(parcel, state, place):
+        begun = push(parcel, state, place)
+        request = begun.send(None)
+        if place.workers > 2 and not isinstance(request, AllReduce):
+            yield request
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return program
+
+
+@pytest.mark.parametrize("choice", EXCHANGES, ids=str)
+def test_a_rank_that_is_killed_in_a_meeting_is_named(choice):
+    for rank, one in enumerate(Job(3, killed_in_a_meeting, choice).ended()):
+        if rank != 1:
+            assert one.code == 1 and "rank 1: no sign of life" in one.err, one.err
+
+
+# What cannot be had with them
+
+
+@pytest.mark.parametrize("choice", EXCHANGES, ids=str)
+def test_declared_weights_are_refused(choice):
+    said = rf"mean='weights' weighs gradients, but {choice.name}.* lets weights"
+    with pytest.raises(ValueError, match=said):
+        planned(2, choice, mean="weights")
+
+
+def refused(rank, workers, choice):
+    """What is said of what would ask all ranks in every step."""
+    told = []
+    for asked in ({"scaler": torch.amp.GradScaler("cpu")}, {"check_finite": True}):
+        model = net()
+        with pytest.raises(ValueError, match="asks all ranks") as raised:
+            attach(planned(workers, choice), model, adam(model), **asked)
+        told.append(str(raised.value))
+    model = net()
+    run = attach(planned(workers, choice), model, adam(model))
+    for loader in (list(range(3 + rank)), iter(range(3))):
+        with pytest.raises(ValueError, match=r"run\.batches") as raised:
+            next(run.batches(loader))
+        told.append(str(raised.value))
+    even = list(run.batches(list(range(3))))
+    run.close()
+    return told, even
+
+
+@pytest.mark.parametrize("choice", EXCHANGES, ids=str)
+def test_what_asks_all_ranks_in_every_step_is_refused_by_name(crew, choice):
+    for (scaler, finite, uneven, unknown), even in crew(2).run(refused, choice):
+        assert "a GradScaler asks all ranks" in scaler and "use bfloat16" in scaler
+        assert "check_finite=True asks all ranks" in finite and "drop it" in finite
+        assert "rank 0: 3, rank 1: 4" in uneven and "give every rank as many" in uneven
+        assert "rank 0: unknown" in unknown
+        assert even == [0, 1, 2]
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "ring"])
+@pytest.mark.parametrize("choice", EXCHANGES, ids=str)
+def test_a_schedule_that_owns_the_loop_is_refused(choice, schedule):
+    with pytest.raises(ValueError, match=choice.name):
+        planned(2, choice, schedule=schedule)
+
+
+@pytest.mark.parametrize("name", ["local_steps", "gossip"])
+def test_check_finds_that_it_keeps_its_rules(name):
+    assert f"exchange {name}" in armillary.check(name) and "keeps its" in armillary.check(name)

@@ -4,154 +4,52 @@ import queue
 
 import pytest
 import torch
-from torch import nn
 
-from armillary.reference.versions import Reference
+import modes
 from armillary.schedules import Schedule
 from armillary.schedules import lower_ring as relay
 from armillary.schedules import routes as messages
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.instructions import ScheduledAction
-from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.schedules.shared_stages import Sharing
 from armillary.schedules.simultaneous import simultaneous
 from armillary.stages import optimizer_step as corrected_step
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.optimizer_step import options_of, step_with
 from armillary.stages.reducer import StepMeans
 from armillary.stages.stage_sums import StageSums
-from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
 from armillary.stages.weights import Borrowed, StageWeights
-from channels import in_threads
+from modes import Case, in_threads_of, reference
 from schedule_pictures import parse
-from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
-
-STEPS, DROP, DRAIN = 6, 3, 4
-WAIT_SECONDS = 20.0  # for a message; a test that plants a fault waits less
+from staged_models import OPTIMIZERS, as_stages, data, same, stages_of, weights
 
 
-def reference(schedule):
-    stages = stages_of(schedule.stages, dropout=0.0)
-    optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run, scheduler = Reference(stages, optimizer, schedule, squared_error), drop(optimizer, DROP)
-    for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
-        if step == DRAIN:
-            run.drain()
-        run.step(batches)
-        scheduler.step()
-    return weights(stages)
+def case_of(schedule):
+    return Case(schedule, steps=6, drop=3, drains=(4,), model={"dropout": 0.0})
 
 
-def one_device(schedule):
-    stages = stages_of(schedule.stages, dropout=0.0)
-    optimizer = OPTIMIZERS["momentum"](stages.parameters())
-    run, scheduler = (
-        Interpreter(as_stages(stages), optimizer, TrainSpec(schedule, squared_error)),
-        drop(optimizer, DROP),
-    )
-    for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
-        if step == DRAIN:
-            run.drain()
-        run.step(batches)
-        scheduler.step()
-    run.settle()
-    return weights(stages)
+def truth_of(schedule):
+    return [weights(stage) for stage in reference("one_device", case_of(schedule))[0]]
 
 
-def ring(schedule):
-    def alone(rank, channel):
-        channel.board.timeout_seconds = WAIT_SECONDS
-        model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        seat = in_a_row(schedule, rank, channel)
-        run = Interpreter(as_stages(model), optimizer, TrainSpec(schedule, squared_error), seat)
-        scheduler = drop(optimizer, DROP)
-        for step, batches in enumerate(data(STEPS, schedule.workers)):
-            if step == DRAIN:
-                run.drain()
-            run.step([batches[rank]])
-            scheduler.step()
-        run.drain()
-        return weights(model)
-
-    return in_threads(schedule.workers, alone)[0]
+def is_true(mode, schedule, truth):
+    """Whether every rank shows the reference's weights."""
+    answers = in_threads_of(mode, case_of(schedule))
+    return all(same(mine, truth[j]) for got in answers for j, mine in got.weights.items())
 
 
-def zero_ring(schedule):
-    def alone(rank, channel):
-        channel.board.timeout_seconds = WAIT_SECONDS
-        model = nn.Sequential(*stages_of(schedule.stages, dropout=0.0))
-        optimizer = OPTIMIZERS["momentum"](model.parameters())
-        spec = TrainSpec(schedule, squared_error, lends=True)
-        run = Interpreter(as_stages(model), optimizer, spec, in_a_row(schedule, rank, channel))
-        scheduler = drop(optimizer, DROP)
-        for step, batches in enumerate(data(STEPS, schedule.workers)):
-            if step == DRAIN:
-                run.drain()
-            run.step([batches[rank]])
-            scheduler.step()
-        run.drain()
-        return {j: weights(stage) for j, stage in enumerate(model) if j not in run.borrowed}
-
-    found = dict(pair for answer in in_threads(schedule.workers, alone) for pair in answer.items())
-    return [weight for stage in sorted(found) for weight in found[stage]]
-
-
-def pipeline(schedule):
-    def alone(rank, channel):
-        channel.board.timeout_seconds = WAIT_SECONDS
-        stages = stages_of(schedule.stages, dropout=0.0)
-        optimizer = OPTIMIZERS["momentum"](stages[rank].parameters())
-        run = Interpreter(
-            as_stages(stages), optimizer, TrainSpec(schedule, squared_error), in_a_row(schedule, rank, channel)
-        )
-        scheduler = drop(optimizer, DROP)
-        for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
-            if step == DRAIN:
-                run.drain()
-            run.step(batches)
-            scheduler.step()
-        run.settle()
-        return weights(stages[rank])
-
-    return [weight for stage in in_threads(schedule.stages, alone) for weight in stage]
-
-
-def shared(schedule):
-    def alone(rank, channel):
-        channel.board.timeout_seconds = WAIT_SECONDS
-        stages = stages_of(schedule.stages, dropout=0.0)
-        optimizer = OPTIMIZERS["momentum"](stages.parameters())
-        sharing = Sharing(schedule)
-        spec, seat = TrainSpec(schedule, squared_error), Seat(rank, sharing, channel)
-        run = Interpreter(as_stages(stages), optimizer, spec, seat)
-        scheduler = drop(optimizer, DROP)
-        for step, batches in enumerate(data(STEPS, schedule.micro_batches)):
-            if step == DRAIN:
-                run.drain()
-            run.step(batches)
-            scheduler.step()
-        run.settle()
-        return sharing.stage_of(rank), weights(stages[sharing.stage_of(rank)])
-
-    found = in_threads(devices_for(schedule.workers), alone)
-    first = dict(reversed(found))
-    if any(not same(own, first[stage]) for stage, own in found):
-        raise AssertionError("devices of one stage do not agree")
-    return [weight for stage in sorted(first) for weight in first[stage]]
-
-
-MODES = {
-    "one_device": (one_device, cyclic(3)),
-    "one_device, slack 1": (one_device, cyclic(3, slack=1)),
-    "ring": (ring, cyclic(3)),
-    "ring, slack 1": (ring, cyclic(3, slack=1)),
-    "zero_ring": (zero_ring, cyclic(3)),
-    "zero_ring, slack 1": (zero_ring, cyclic(3, 6, slack=1)),
-    "pipeline": (pipeline, cyclic_pipeline(3, 3)),
-    "pipeline, slack 1": (pipeline, cyclic_pipeline(3, 3, 1)),
-    "shared": (shared, cyclic(3)),
-    "shared, slack 1": (shared, cyclic(3, slack=1)),
+RUNS = {
+    "one_device": ("one_device", cyclic(3)),
+    "one_device, slack 1": ("one_device", cyclic(3, slack=1)),
+    "ring": ("ring", cyclic(3)),
+    "ring, slack 1": ("ring", cyclic(3, slack=1)),
+    "zero_ring": ("zero_ring", cyclic(3)),
+    "zero_ring, slack 1": ("zero_ring", cyclic(3, 6, slack=1)),
+    "pipeline": ("pipeline", cyclic_pipeline(3, 3)),
+    "pipeline, slack 1": ("pipeline", cyclic_pipeline(3, 3, 1)),
+    "shared": ("shared", cyclic(3)),
+    "shared, slack 1": ("shared", cyclic(3, slack=1)),
 }
 _version, _data = Schedule.version, data
 
@@ -291,15 +189,15 @@ SHARES = [
     (Sharing, "last", counted_anew),
 ]
 OWN = {"ring": RINGS, "zero_ring": ZEROS, "shared": SHARES}  # what runtimes without a store of versions may get wrong
-CASES = [(mode, *fault) for mode in MODES for fault in EVERYWHERE + OWN.get(mode.split(",")[0], STORES)]
+CASES = [(run, *fault) for run in RUNS for fault in EVERYWHERE + OWN.get(run.split(",")[0], STORES)]
 
 
-def opposed(steps, workers):
+def opposed(steps, workers, dtype=torch.float64):
     """`data`, but the first two workers read the same and want opposite things of 1e8: their gradients all but cancel.
 
     Added up first, they leave the third worker's whole. Added to one of them, it loses its bits below 1e-8.
     """
-    made = _data(steps, workers)
+    made = _data(steps, workers, dtype)
     for batches in made:
         (inputs, target), (_, other) = batches[:2]
         batches[0], batches[1] = (inputs, target + 1e8), (inputs, other - 1e8)
@@ -307,39 +205,35 @@ def opposed(steps, workers):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("run", [ring, zero_ring])
-def test_sums_in_another_order_of_workers_are_told_apart(run, monkeypatch):
+@pytest.mark.parametrize("mode", ["ring", "zero_ring"])
+def test_sums_in_another_order_of_workers_are_told_apart(mode, monkeypatch):
     """All workers begin at once, so that nothing but the order changes when the first and the last change places."""
     schedule = simultaneous(3, 2)
-    monkeypatch.setitem(globals(), "data", opposed)
-    truth = reference(schedule)
-    assert same(run(schedule), truth)
-    monkeypatch.setitem(globals(), "data", lambda *sizes: [batches[::-1] for batches in opposed(*sizes)])
-    other = reference(schedule)
-    pairs = zip(truth, other, strict=True)
+    monkeypatch.setattr(modes, "data", opposed)
+    truth = truth_of(schedule)
+    assert is_true(mode, schedule, truth)
+    monkeypatch.setattr(modes, "data", lambda *sizes: [batches[::-1] for batches in opposed(*sizes)])
+    other = truth_of(schedule)
+    pairs = [pair for stages in zip(truth, other, strict=True) for pair in zip(*stages, strict=True)]
     assert not any(torch.equal(this, that) for this, that in pairs), "these data do not tell the orders apart"
-    got = run(schedule)
-    assert not same(got, truth)
-    assert same(got, other)
+    assert is_true(mode, schedule, other) and not is_true(mode, schedule, truth)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_without_a_fault_the_comparison_is_passed(mode):
-    run, schedule = MODES[mode]
-    assert same(run(schedule), reference(schedule))
+@pytest.mark.parametrize("run", RUNS)
+def test_without_a_fault_the_comparison_is_passed(run):
+    assert is_true(*RUNS[run], truth_of(RUNS[run][1]))
 
 
-@pytest.mark.parametrize(("mode", "owner", "name", "fault"), CASES)
-def test_a_planted_fault_is_caught(mode, owner, name, fault, monkeypatch):
-    run, schedule = MODES[mode]
-    truth = reference(schedule)
+@pytest.mark.parametrize(("run", "owner", "name", "fault"), CASES)
+def test_a_planted_fault_is_caught(run, owner, name, fault, monkeypatch):
+    truth = truth_of(RUNS[run][1])
     monkeypatch.setattr(owner, name, fault)
-    monkeypatch.setitem(globals(), "WAIT_SECONDS", 1.0)  # a fault may end in waiting for ever
+    monkeypatch.setattr(modes, "WAIT_SECONDS", 1.0)  # a fault may end in waiting for ever
     try:
-        got = run(schedule)
+        got = is_true(*RUNS[run], truth)
     except (RuntimeError, AssertionError, LookupError, ValueError, queue.Empty):
         return  # refused, lost from the books, or a worker that waits for ever: as good
-    assert not same(got, truth)
+    assert not got
 
 
 def test_a_schedule_that_is_too_fresh_cannot_be_made():

@@ -20,9 +20,8 @@ from armillary.transport.transport import Transport
 from armillary.transport.watchdog import Timeouts
 from planning_cases import machines
 
-SLOWED_SECONDS = 0.1  # far more than a step takes where other work shares the machine
-
-
+SLOWED_SECONDS = 0.05  # more than a step takes where other work shares the machine
+FEW_STEPS = 2  # that a turn times: what is slowed is slow in every step
 TOGETHER = " + "  # in the label of requests that travel as one
 
 
@@ -30,18 +29,20 @@ TOGETHER = " + "  # in the label of requests that travel as one
 def slower(slowed):
     """Requests of that label, or those that travel as one, wait before they are made. So slow a job is tried for the
     fewest rounds."""
-    start, longest = Transport.start, autotune.LONGEST_SECONDS
+    start, kept = Transport.start, (autotune.LONGEST_SECONDS, autotune.TIMED_STEPS)
 
     def late(self, request, label, *parts):
         if label == slowed or (slowed == TOGETHER and TOGETHER in label):
             autotune.time.sleep(SLOWED_SECONDS)
         return start(self, request, label, *parts)
 
-    Transport.start, autotune.LONGEST_SECONDS = late, 0.0
+    Transport.start = late
+    autotune.LONGEST_SECONDS, autotune.TIMED_STEPS = 0.0, FEW_STEPS
     try:
         yield
     finally:
-        Transport.start, autotune.LONGEST_SECONDS = start, longest
+        Transport.start = start
+        autotune.LONGEST_SECONDS, autotune.TIMED_STEPS = kept
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def test_the_plan_that_took_longer_is_not_carried_out(crew):
     first, second = crew(2).run(tried, "output")
     assert first == second
     assert all(group.exchange.name == "all_reduce" for group in first.groups)
-    assert "timed in this job over 12 steps each: " in first.notes[-1]
+    assert "timed in this job over 8 steps each: " in first.notes[-1]
     assert "all_reduce " in first.notes[-1] and "gather_rows " in first.notes[-1]
     assert first.notes[-1].endswith("all_reduce is carried out")
 
@@ -184,7 +185,7 @@ def test_prefetch_is_carried_out_only_where_it_is_faster(crew, slowed, looks_ahe
     """Slowed is what only prefetch sends, or the rounds of which it makes fewer."""
     first, second = crew(2).run(tried_ahead, slowed)
     assert first == second and first.looks_ahead == looks_ahead
-    assert first.notes[-1].startswith("timed in this job over 12 steps each: ")
+    assert first.notes[-1].startswith("timed in this job over 8 steps each: ")
     assert "plain " in first.notes[-1] and "ahead " in first.notes[-1]
     assert first.notes[-1].endswith("ahead is carried out" if looks_ahead else "plain is carried out")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import armillary
-from armillary.codecs import Codec, registry
+from armillary.codecs import Codec, codec
 from armillary.contracts import schedule as schedule_contract
 from armillary.exchanges import DENSE, DenseExchange, Leg, dense_exchange
 from armillary.plans import AllGather
@@ -188,7 +188,7 @@ CODEC_FAULTS = {
 
 
 def test_a_codec_that_keeps_its_rules_is_said_to_as_is_the_exchange_of_its_name():
-    with registered(registry(costs="a sign each"), signs):
+    with registered(codec(costs="a sign each"), signs):
         said = armillary.check("signs").splitlines()
     assert said[0] == "codec signs keeps its 8 rules"
     assert [line.split("(")[0].split(" keeps")[0] for line in said[1:]] == ["exchange signs"] * 3
@@ -201,7 +201,7 @@ def test_what_is_wrong_with_a_codec_is_named(fault, carries):
         return fault(signs())
 
     with (
-        registered(registry(carries=carries), faulty),
+        registered(codec(carries=carries), faulty),
         pytest.raises(ValueError, match=r"breaks .* of its rules") as told,
     ):
         armillary.check("faulty")
@@ -224,7 +224,7 @@ def test_a_claim_of_no_bias_is_held_of_what_changes_nothing_too_and_is_not_made_
         made = half_a_lot(signs())
         return Codec(*made[:5], align=TILE, draws=True)
 
-    with registered(registry(carries=False), identity, registry(carries=False), unsaid):
+    with registered(codec(carries=False), identity, codec(carries=False), unsaid):
         assert armillary.check("identity") == "codec identity keeps its 8 rules"
         assert armillary.check("unsaid") == "codec unsaid keeps its 8 rules"
 
@@ -235,9 +235,9 @@ def test_a_codec_that_no_exchange_can_carry_is_told_by_what_it_says(said):
         return signs()._replace(**said)
 
     named = " and ".join(f"{name}={value}" for name, value in said.items())
-    with registered(registry(), unfit), pytest.raises(ValueError, match=f"the codec says {named};.*carries=False"):
+    with registered(codec(), unfit), pytest.raises(ValueError, match=f"the codec says {named};.*carries=False"):
         armillary.check("unfit")
-    with registered(registry(carries=False), unfit):
+    with registered(codec(carries=False), unfit):
         assert armillary.check("unfit") == "codec unfit keeps its 8 rules"
 
 
@@ -249,7 +249,7 @@ def test_a_constructor_that_is_called_wrongly_is_told_with_its_line_and_the_fiel
         return DenseExchange(None, 1)
 
     with (
-        registered(registry(), boundless),
+        registered(codec(), boundless),
         pytest.raises(ValueError, match=r"a Codec wants encode, .*, bound, and") as told,
     ):
         armillary.check("boundless")

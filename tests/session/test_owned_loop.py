@@ -1,6 +1,7 @@
 """Schedules that own the loop behind the one run: equal to one process bit for bit, saved, resumed, closed."""
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ STALE = [("pipeline", {}, 2), ("pipeline", {"micro_batches": 3, "slack": 1}, 2),
          ("one_device", {"micro_batches": 2}, 1),
          ("one_device", {"micro_batches": 2}, 2), ("ring", {}, 2), ("ring", {"slack": 2}, 2), ("zero_ring", {}, 2),
          ("shared_stages", {}, 3), ("delayed_all_reduce", {}, 2)]  # fmt: skip
+SLACKS = [(name, {**options, "slack": slack}, workers) for name, options, workers in STALE[:-1] for slack in (0, 1, 2)]
 EVERY = [*FLUSHED, *STALE]
 NAMES = [f"{name}-{'-'.join(f'{k}{v}' for k, v in options.items())}-{workers}" for name, options, workers in EVERY]
 CLIPPED = [
@@ -76,10 +78,20 @@ class Whole(nn.Module):
         return loss(self.model, batch)
 
 
-def truth(made, steps, drains=(), dtype=torch.float64):
+def falling(optimizer):
+    """The rate is a tenth from the middle on."""
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [STEPS // 2], 0.1)
+
+
+def halved(is_on):
+    return torch.autocast("cpu", torch.bfloat16, enabled=is_on)
+
+
+def truth(made, steps, drains=(), dtype=torch.float64, is_half=False):
     """(weights, optimizer state, losses by step and micro-batch) of one process after so many steps."""
     model = model_of(dtype)
     optimizer, found = optimizer_of(model), options_of(made)
+    rate = falling(optimizer)
     workers = made.workers
     if not found.method.is_cut:
         stages, of = [Whole(model)], lambda value, batch: value
@@ -99,13 +111,16 @@ def truth(made, steps, drains=(), dtype=torch.float64):
         if step in drains:
             reference.drain()
         batches = [batch_of(step, m, dtype) for m in range(found.total(workers))]
-        if isinstance(reference, WorkersReference):
-            is_cut, each = found.method.is_cut, found.micro_batches
-            pairs = [(batch[0] if is_cut else batch, batch) for batch in batches]
-            by_worker = reference.step([pairs[first : first + each] for first in range(0, len(pairs), each)])
-            losses.append([one for mine in by_worker for one in mine])
-        else:
-            losses.append(reference.step(batches if found.method.is_cut else [(batch, batch) for batch in batches]))
+        with halved(is_half):
+            if isinstance(reference, WorkersReference):
+                is_cut, each = found.method.is_cut, found.micro_batches
+                pairs = [(batch[0] if is_cut else batch, batch) for batch in batches]
+                by_worker = reference.step([pairs[first : first + each] for first in range(0, len(pairs), each)])
+                losses.append([one for mine in by_worker for one in mine])
+            else:
+                pairs = batches if found.method.is_cut else [(batch, batch) for batch in batches]
+                losses.append(reference.step(pairs))
+        rate.step()
     return model.state_dict(), optimizer.state_dict(), losses
 
 
@@ -125,13 +140,17 @@ def apart(these, those):
     return [key for key in those if key not in these or not same(these[key], those[key])]
 
 
-def train_and_close(rank, world, made, dtype):
+def train_and_close(rank, world, made, dtype, is_half=False):
     model = model_of(dtype)
     optimizer, found = optimizer_of(model), options_of(made)
     originals, state = list(model.parameters()), torch.get_rng_state()
     groups = len(dist.distributed_c10d._world.pg_map)
     run = armillary.attach(made, model, optimizer, loss=loss, example=batch_of(0, 0, dtype), seed=5)
-    heard = [run.step(given(found, step, rank, world, dtype)) for step in range(STEPS)]
+    heard, rate = [], falling(optimizer)
+    for step in range(STEPS):
+        with halved(is_half):
+            heard.append(run.step(given(found, step, rank, world, dtype)))
+        rate.step()
     heard.append(run._engine.drained())
     exported = run.export()
     run.close()
@@ -152,12 +171,20 @@ def train_and_close(rank, world, made, dtype):
     return exported, steps, plain
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["double", "single"])
-@pytest.mark.parametrize(("name", "options", "workers"), [*EVERY, *CLIPPED])
-def test_a_run_equals_one_process_bit_for_bit_and_leaves_a_plain_model(crew, name, options, workers, dtype):
+KINDS = {"double": (torch.float64, False), "single": (torch.float32, False), "half": (torch.float32, True)}
+TRAINED = [
+    *((*case, kind) for case in [*EVERY, *CLIPPED] for kind in ("double", "single")),
+    *((*case, "half") for case in STALE),  # under autocast
+    *((*case, "double") for case in SLACKS if case not in EVERY and case[1]["slack"]),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "workers", "kind"), TRAINED)
+def test_a_run_equals_one_process_bit_for_bit_and_leaves_a_plain_model(crew, name, options, workers, kind):
+    dtype, is_half = KINDS[kind]
     made = plan_of(name, options, workers, dtype)
-    found = crew(workers).run(train_and_close, made, dtype)
-    weights, state, losses = truth(made, STEPS, dtype=dtype)
+    found = crew(workers).run(train_and_close, made, dtype, is_half)
+    weights, state, losses = truth(made, STEPS, dtype=dtype, is_half=is_half)
     exported = found[0][0]
     assert apart(exported["model"], weights) == []
     assert apart(exported["optimizer"]["state"], state["state"]) == []
@@ -168,6 +195,13 @@ def test_a_run_equals_one_process_bit_for_bit_and_leaves_a_plain_model(crew, nam
         for step, mine in steps:
             wanted = [float(losses[step][m]) for m in options_found.handed_in(rank, workers)]
             assert mine == wanted, f"rank {rank}, step {step}"
+
+
+def test_another_slack_is_another_rule():
+    """So the comparison above can tell the rules apart."""
+    for name, options, workers in STALE[:-1]:
+        finals = [truth(plan_of(name, {**options, "slack": slack}, workers), STEPS)[0] for slack in (0, 1, 2)]
+        assert all(apart(one, other) for one, other in itertools.pairwise(finals)), name
 
 
 def save_and_resume(rank, world, made, folder):
@@ -223,7 +257,7 @@ def test_what_was_saved_under_one_plan_opens_under_another(crew, elsewhere, tmp_
     crew(2).run(save_and_resume, plan_of("pipeline", {}, 2), str(tmp_path))
     path = next(Path(tmp_path).glob("step-*"))
     exported, loop = crew(workers).run(resume_elsewhere, str(path), plan_of(name, options, workers))[0]
-    weights, state, _ = truth(plan_of("pipeline", {}, 2), 2)
+    weights, state, _ = truth(plan_of("pipeline", {}, 2), 2)  # the rate has not fallen yet
     assert same(dict(exported["model"]), dict(weights))
     assert same(exported["optimizer"]["state"], state["state"])
     assert loop == {"rank": 0}

@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from armillary.exchanges.averaged_gradients import averaging
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.planning.demand import Constraint
@@ -152,11 +154,11 @@ def trained(
     if both.plans:
         sides = [under_schedule(workload, plan, model, optimizer, seed) for plan in both.plans]
     else:
-        pair = (
-            Replicas(model, optimizer, workers, ()),
-            Replicas(model, optimizer, workers, both.departing, answer, both.rows, asked.topology.workers_per_node),
+        exact = Replicas(model, optimizer, workers, ())
+        departing = Replicas(
+            model, optimizer, workers, both.departing, answer, both.rows, asked.topology.workers_per_node
         )
-        sides = [of_replicas(workload, one) for one in pair]
+        sides = [of_replicas(workload, exact), of_replicas(workload, departing)]
     feeds = [TrainBatches(workload, (number, asked.batches), seed) for number in range(asked.batches)]
     losses: tuple[list[float], list[float]] = ([], [])
     looks = set(knots(asked.steps))
@@ -177,7 +179,19 @@ def trained(
             )
     for complaint in filter(None, (side.complaint() for side in sides)):
         warnings.warn(f"twin: {complaint}", stacklevel=2)
-    return Losses(tuple(losses[0]), tuple(losses[1]), answer.sent_bytes / asked.steps)
+    beside = 0.0 if both.plans else _averaged_bytes(departing, asked)
+    return Losses(tuple(losses[0]), tuple(losses[1]), (answer.sent_bytes + beside) / asked.steps)
+
+
+def _averaged_bytes(replicas: Replicas, asked: AskedTraining) -> float:
+    """Sent by a rank in all steps, in the mean over ranks, for gradients that are averaged beside weights that meet: no
+    data decide that."""
+    sent = 0.0
+    for group, layout in zip(replicas.groups, replicas.layouts, strict=True):
+        for one in group.exchange.gradients:
+            steps = sum(one.due(step + 1) for step in range(asked.steps))
+            sent += steps * fmean(averaging(one).sent_bytes(layout, asked.topology))
+    return sent
 
 
 def _judged(workload: Workload, side: Trainee, held_out: Sequence[Batch]) -> float:

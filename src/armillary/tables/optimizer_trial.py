@@ -329,7 +329,7 @@ def stepped_ones(optimizer: Optimizer, group: Options, like: Tensor) -> SmallSte
     return found if isinstance(found, SmallStep) else None
 
 
-_ANSWERS: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_ANSWERS: weakref.WeakKeyDictionary[Optimizer | type[Optimizer], dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _answer(
@@ -340,11 +340,19 @@ def _answer(
     An exception of any class is an answer, too, in its own words.
     """
     like = next(iter(group["params"]), torch.empty(0, 0)) if like is None else like
-    told = _ANSWERS.setdefault(optimizer, {})
-    key = (like.dim(), like.dtype, repr([(name, one) for name, one in group.items() if name not in ("params", "lr")]))
+    told = _ANSWERS.setdefault(_whose(optimizer), {})
+    options = repr([(name, one) for name, one in group.items() if name not in ("params", "lr")])
+    key = (type(optimizer).step, bool(optimizer.state), like.dim(), like.dtype, like.device, options)
     if (key, question) not in told:
         told[key, question] = _asked(optimizer, group, like, told, key, ask)
     return told[key, question]
+
+
+def _whose(optimizer: Optimizer) -> Optimizer | type[Optimizer]:
+    """Of whom an answer is: of all optimizers of a class of torch's, which a process may attach many times; else of
+    this one, as others may have attributes that change what its step does."""
+    kind = type(optimizer)
+    return kind if getattr(torch.optim, kind.__name__, None) is kind else optimizer
 
 
 def _asked(
