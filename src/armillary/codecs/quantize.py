@@ -114,6 +114,6 @@ def _gradients(situation: Situation) -> Advice:
 @advises("activation compression", "what pipeline stages hand on, in a byte a number", "methods/edges.md")
 def _edges(situation: Situation) -> Advice:
     if situation.pipeline is None:
-        return not_for(ONE_STAGE)
+        return not_for("no pipeline cuts this model" if situation.stage_counts else ONE_STAGE)
     schedule = situation.pipeline
     return planned(situation, "a byte a number", f"--schedule '{schedule}' --edge int8", schedule=schedule, edge="int8")
