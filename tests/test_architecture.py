@@ -137,7 +137,6 @@ def test_imports_go_one_way():
 # Inside a room: its inner rooms, "" for the files that stand in none, and which of them each may import.
 INSIDE = {
     "schedules": {"": {"corrections"}, "corrections": {""}},
-    "cli": {"": {"commands"}, "commands": {""}},
 }
 
 
@@ -216,11 +215,10 @@ def test_only_named_files_touch_the_network():
             assert me in NETWORK[part], f"{me} must not import {name}"
 
 
-COMMANDS = ("advise", "train", "plan", "compare", "measure", "simulate", "twin", "verify")
+COMMANDS = ("advise", "train", "plan", "compare", "measure", "simulate", "twin", "verify", "residency")
 
 # Imports that wait until they are needed, since the start of every rank would pay for them, by file.
 LAZY = {
-    "cli/commands/residency.py": {"armillary.cli.residency"},
     "residency/planner.py": {"scipy.optimize", "scipy.sparse"},  # a fifth of a second, for who plans
     "stages/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
     "session/run_folder.py": {"armillary.session.plots"},  # brings matplotlib
@@ -235,7 +233,7 @@ LAZY = {
     "feeds/server.py": {"armillary.feeds.redis_lists"},
     "cli/entry.py": {"armillary.cli.main"},  # brings typer and rich, an extra
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
-    **{f"cli/commands/{name}.py": {f"armillary.cli.{name}"} for name in COMMANDS},
+    "cli/signatures.py": {f"armillary.cli.{name}" for name in COMMANDS},
 }
 # The face, rooms that are read without torch, what stands on a shelf, the user's workload, and files of the user's own.
 BY_NAME = {
@@ -288,10 +286,9 @@ def test_files_and_functions_stay_small():
                 assert lines <= 80, f"{path.relative_to(ROOT)}: {node.name} has {lines} lines"
 
 
-# Signatures that are not ours to shorten: torch's, and the face and commands, whose parameters are their options.
+# Signatures that are not ours to shorten: torch's, and the face, whose parameters are its options.
 LONG = {
     "advise",
-    "advise_command",
     "apart",
     "attach",
     "auto_plan",
@@ -299,18 +296,11 @@ LONG = {
     "parallelize",
     "_embedding_bag",
     "_traced_embedding_bag",
-    "measure_command",
     "plan",
-    "plan_command",
-    "residency_command",
     "sample",
-    "simulate_command",
     "split",
-    "train_command",
     "twin",
-    "twin_command",
     "verify",
-    "verify_command",
 }
 
 

@@ -1,7 +1,7 @@
 """What `armillary advise` does: asks every method what it would bring, and prints the page."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -27,7 +27,12 @@ BATCHES = 8  # that a script draws
 
 
 def advise_asked(
-    subject: AskedWorkload, machines: AskedMachines, asked: AskedAdvice, seed: int, is_json: bool
+    subject: AskedWorkload,
+    machines: AskedMachines,
+    asked: AskedAdvice,
+    imports: Sequence[str],
+    seed: int,
+    is_json: bool,
 ) -> NoReturn:
     """Asks, prints, and ends the process."""
 
@@ -37,7 +42,7 @@ def advise_asked(
         topology = _topology(machines, asked.memory_bytes)
         profile = None if machines.profile_file is None else read_profile(machines.profile_file)
         tell("profiling the model")
-        typed = _typed(subject, asked.imports)
+        typed = _typed(subject, imports)
         found = situation_of(model_to_plan(task, seed), topology, profile, typed=typed, measures=asked.measures)
         page = asked_of_all(found, asked.target, [_links(topology, machines)], tell)
         if asked.script:
@@ -74,12 +79,12 @@ def _links(topology: Topology, machines: AskedMachines) -> str:
     return f"links of {speed}, alike for every kind of request"
 
 
-def _typed(subject: AskedWorkload, imports: tuple[str, ...]) -> Typed:
+def _typed(subject: AskedWorkload, imports: Sequence[str]) -> Typed:
     """The workload as it stands on lines to type, and as a script makes it."""
     words = [subject.name, *["--small"] * subject.is_small]
-    words += [word for option in subject.options for word in ("--set", option)]
-    words += ["--corpus", subject.corpus] if subject.corpus else []
-    words += ["--data", subject.data] if subject.data else []
+    words += [word for option in subject.typed.options for word in ("--set", option)]
+    words += ["--corpus", subject.typed.corpus] if subject.typed.corpus else []
+    words += ["--data", subject.typed.data] if subject.typed.data else []
     words += [word for name in imports for word in ("--import", name)]
     return Typed(shlex.join(words), _preamble(subject))
 

@@ -5,15 +5,7 @@ from typing import Annotated
 
 import typer
 
-from armillary.cli.commands.advise import advise_command
-from armillary.cli.commands.compare import compare_command
-from armillary.cli.commands.measure import measure_command
-from armillary.cli.commands.plan import plan_command
-from armillary.cli.commands.residency import residency_command
-from armillary.cli.commands.simulate import simulate_command
-from armillary.cli.commands.train import train_command
-from armillary.cli.commands.twin import twin_command
-from armillary.cli.commands.verify import verify_command
+from armillary.cli import signatures
 from armillary.cli.names import built_in
 
 __all__ = ["app", "main"]
@@ -42,15 +34,18 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("advise", epilog=EXIT_CODES)(advise_command)
-app.command("train", epilog=EXIT_CODES)(train_command)
-app.command("plan", epilog=EXIT_CODES)(plan_command)
-app.command("compare", epilog=EXIT_CODES)(compare_command)
-app.command("measure", epilog=EXIT_CODES)(measure_command)
-app.command("residency", epilog=EXIT_CODES)(residency_command)
-app.command("simulate", epilog=EXIT_CODES)(simulate_command)
-app.command("twin", epilog=EXIT_CODES)(twin_command)
-app.command("verify", epilog=EXIT_CODES)(verify_command)
+for command in (
+    signatures.advise,
+    signatures.train,
+    signatures.plan,
+    signatures.compare,
+    signatures.measure,
+    signatures.residency,
+    signatures.simulate,
+    signatures.twin,
+    signatures.verify,
+):
+    app.command(command.__name__, epilog=EXIT_CODES)(command)
 
 
 def _tell_version(is_wanted: bool) -> None:

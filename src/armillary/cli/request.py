@@ -8,10 +8,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from armillary.cli import options as ask
 from armillary.cli.names import EDGES_ONLY, aliases, codecs, exchanges, refuse_unknown, schedules
 from armillary.planning.demand import PRICE, Constraint, refuse_other_allowed, refuse_unknown_rule, refuse_unlisted
 from armillary.plans.advice import TARGETS
@@ -26,13 +27,12 @@ if TYPE_CHECKING:
     from armillary.planning.stage_costs import EdgeRequest
 
 __all__ = [
-    "GBIT",
-    "LATENCY_US",
     "AskedAdvice",
     "AskedMachines",
     "AskedPlan",
     "AskedRun",
     "AskedWorkload",
+    "WorkloadOptions",
     "edge_request",
     "read_plan",
     "read_profile",
@@ -41,36 +41,50 @@ __all__ = [
 
 STAGES = re.compile(r"(?P<choice>.*?)(=(?P<stages>\d+(,\d+)*))?", re.DOTALL)
 NO_LIMIT = 1 << 62  # bytes of memory
-GBIT, LATENCY_US = 1.0, 100.0  # of a link that is assumed
+
+
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """Options of a workload as they were typed: KEY=VALUE each; corpus, data: one more each, empty if not given."""
+
+    options: ask.Set = field(default_factory=list)
+    is_small: ask.IsSmall = False
+    corpus: ask.Corpus = ""
+    data: ask.Data = ""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The options with their values.
+
+        Raises:
+            ValueError: one is not KEY=VALUE.
+        """
+        given = dict(_pair(option) for option in self.options)
+        named = {"corpus": self.corpus, "data": self.data}
+        return {**given, **{name: path for name, path in named.items() if path}}
 
 
 @dataclass(frozen=True)
 class AskedWorkload:
-    """A workload as it was typed.
-
-    Args of note:
-        name: of a built-in workload, or a file's path.
-        options: KEY=VALUE each. corpus, data: an option more each, empty if it was not given.
+    """A workload as it was typed: the name of a built-in one, or a file's path.
 
     Raises:
         ValueError: no such workload, an option that is not KEY=VALUE, or one the workload does not have.
     """
 
-    name: str
-    options: Sequence[str] = ()
-    corpus: str = ""
-    is_small: bool = False
-    data: str = ""
+    name: ask.WorkloadName
+    typed: WorkloadOptions = field(default_factory=WorkloadOptions)
 
     def __post_init__(self) -> None:
         refuse_unknown(self.name, self.settings)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The options with their values."""
-        given = dict(_pair(option) for option in self.options)
-        named = {"corpus": self.corpus, "data": self.data}
-        return {**given, **{name: path for name, path in named.items() if path}}
+        return self.typed.settings
+
+    @property
+    def is_small(self) -> bool:
+        return self.typed.is_small
 
     @property
     def stem(self) -> str:
@@ -86,23 +100,23 @@ class AskedPlan:
         ValueError: something is not of the form that is wanted, names what is not there, or a file cannot be read.
     """
 
-    lazy: Sequence[str] = ()
-    replicate: Sequence[str] = ()
-    exchanges: Sequence[str] = ()
-    schedule_text: str = SIMULTANEOUS.name
-    plan_file: Path | None = None
-    topology_file: Path | None = None
-    profile_file: Path | None = None
-    autotune: int = 0
-    allow: Sequence[str] = ()
-    rule: str = PRICE
-    edges: Sequence[str] = ()
-    edge_backs: Sequence[str] = ()
+    plan_file: ask.PlanFile = None
+    topology_file: ask.TopologyFile = None
+    profile_file: ask.ProfileFile = None
+    lazy: ask.Lazy = field(default_factory=list)
+    replicate: ask.Replicate = field(default_factory=list)
+    exchanges: ask.Exchanges = field(default_factory=list)
+    allow: ask.Allow = field(default_factory=list)
+    rule: ask.Rule = PRICE
+    autotune: ask.Autotune = 0
+    schedule_text: ask.Schedule = SIMULTANEOUS.name
+    edges: ask.Edges = field(default_factory=list)
+    edge_backs: ask.EdgeBacks = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        typed = (self.constraints, self.schedule, self.edge, self.edge_back)
+        named = (self.constraints, self.schedule, self.edge, self.edge_back)
         if "torch" not in sys.modules:
-            _refuse_unknown_methods(*typed)
+            _refuse_unknown_methods(*named)
         refuse_unknown_rule(self.rule)
         refuse_other_allowed(self.allow)
         if self.plan_file is not None:
@@ -146,11 +160,11 @@ class AskedMachines:
         ValueError: the file cannot be read, there are no such links, or both are given.
     """
 
-    workers: int | None
-    topology_file: Path | None
-    profile_file: Path | None
-    gbit: float | None
-    latency_us: float | None
+    topology_file: ask.TopologyFile = None
+    profile_file: ask.ProfileFile = None
+    workers: ask.Workers = None
+    gbit: ask.Gbit = None
+    latency_us: ask.LatencyUs = None
 
     def __post_init__(self) -> None:
         if self.topology_file is not None and self.assumes_links:
@@ -168,8 +182,8 @@ class AskedMachines:
         """Assumed ones are two nodes of one worker (`Topology.of` makes more of them) and have no limit of memory."""
         if self.topology_file is not None:
             return read_topology(self.topology_file)
-        latency_us = LATENCY_US if self.latency_us is None else self.latency_us
-        gbit = GBIT if self.gbit is None else self.gbit
+        latency_us = ask.LATENCY_US if self.latency_us is None else self.latency_us
+        gbit = ask.GBIT if self.gbit is None else self.gbit
         link = Link(latency_us * 1e-6, gbit * 1e9 / 8)
         return Topology(2, 1, link, link, NO_LIMIT)
 
@@ -178,22 +192,18 @@ class AskedMachines:
 class AskedAdvice:
     """What was typed of advice.
 
-    Args of note:
-        memory_bytes: that a worker may hold; None: as the machines say. script: of this row alone; empty: the page.
-        out: a picture. imports: files of the user's own.
-
     Raises:
-        ValueError: there is no such target, or the picture cannot be written.
+        ValueError: no such size or target, or the picture cannot be written.
     """
 
-    memory_bytes: int | None
-    target: str
-    measures: bool
-    script: str
-    out: Path | None
-    imports: tuple[str, ...]
+    memory: ask.AdvisedMemory = ""
+    target: ask.Target = "seconds"
+    measures: ask.Measures = False
+    script: ask.ScriptOf = ""
+    out: ask.Picture = None
 
     def __post_init__(self) -> None:
+        _ = self.memory_bytes  # refuses what is none
         if self.target not in TARGETS:
             raise ValueError(f"--target: no target {self.target!r}; there are {', '.join(TARGETS)}")
         if self.out is not None:
@@ -201,46 +211,42 @@ class AskedAdvice:
                 raise ValueError(f"--out: want the path of a .png, got {self.out}")
             refuse_unwritable(self.out.parent)
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """That a worker may hold; None: as the machines say."""
+        return ask.bytes_of(self.memory) if self.memory else None
+
 
 @dataclass(frozen=True)
 class AskedRun:
-    """What was typed of a run: how long, where, and when to save.
+    """What was typed of a run: how long, where, and when to save. steps: None for the workload's own."""
 
-    Args of note:
-        steps: None for the workload's own.
-        stem: what the folder is called where it has no name.
+    seed: ask.Seed = 0
+    workers: ask.Workers = None
+    steps: ask.Steps = None
+    resume: ask.Resume = False
+    every_steps: ask.EverySteps = 0
+    every_seconds: ask.EverySeconds = 60.0
+    keep: ask.KeptCheckpoints = 2
+    runs: ask.Runs = Path("runs")
+    name: ask.RunName = ""
 
-    Raises:
-        ValueError: its folder cannot be written, holds another run, or none that could be resumed.
-    """
+    def folder(self, stem: str) -> Path:
+        """As this process finds it.
 
-    workers: int | None
-    steps: int | None
-    seed: int
-    runs: Path
-    name: str
-    stem: str
-    resume: bool
-    every_steps: int
-    every_seconds: float
-    keep: int
-
-    def __post_init__(self) -> None:
-        refuse_unwritable(self.folder)
-
-    @property
-    def folder(self) -> Path:
-        """As this process finds it."""
-        return run_folder(self.runs, self.stem, self.name, self.resume)
+        Args:
+            stem: what it is called where it has no name.
+        """
+        return run_folder(self.runs, stem, self.name, self.resume)
 
     @property
     def is_numbered(self) -> bool:
         """Whether its folder is a new one, called after the workload."""
         return not (self.name or self.resume)
 
-    def claimed(self) -> Path:
+    def claimed(self, stem: str) -> Path:
         """The folder, which no other run will take."""
-        return claim_folder(self.runs, self.stem) if self.is_numbered else self.folder
+        return claim_folder(self.runs, stem) if self.is_numbered else self.folder(stem)
 
 
 def edge_request(option: str, texts: Sequence[str]) -> "EdgeRequest":

@@ -13,7 +13,15 @@ import torch
 
 from armillary.cli.launch import run_in_workers
 from armillary.cli.names import built_in, find
-from armillary.cli.request import AskedMachines, AskedPlan, AskedWorkload, read_plan, read_profile, read_topology
+from armillary.cli.request import (
+    AskedMachines,
+    AskedPlan,
+    AskedWorkload,
+    WorkloadOptions,
+    read_plan,
+    read_profile,
+    read_topology,
+)
 from armillary.cli.resolve import assumed, plan_request_of, said_of, workload_of
 from armillary.cli.terminal import as_json, console_here, put
 from armillary.planning.clock import Simulation
@@ -61,7 +69,7 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
     ]
     console = console_here(is_aside=True)
     found, said = [], []
-    everyone = [AskedWorkload(name, is_small=wanted.is_small) for name in built_in()]
+    everyone = [AskedWorkload(name, WorkloadOptions(is_small=wanted.is_small)) for name in built_in()]
     for subject in everyone if wanted.subject is None else [wanted.subject]:
         one = subject.name
         console.print(f"profiling and simulating {one} ...", style="dim")

@@ -43,10 +43,12 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         refuse_unnamed(task, granted)
         steps = task.steps if run.steps is None else run.steps
         how = (run.seed, run.every_steps, run.every_seconds, run.keep, run.resume)
-        return _Ready(task, Settings(run.folder, steps, *how, granted, asks_options=bool(workload.settings)))
+        return _Ready(
+            task, Settings(run.folder(workload.stem), steps, *how, granted, asks_options=bool(workload.settings))
+        )
 
     def body(ready: _Ready) -> int:
-        settings = replace(ready.settings, folder=folder_of_all(run))
+        settings = replace(ready.settings, folder=folder_of_all(run, workload.stem))
         chosen.append(settings.folder)
         with given_back(run, chosen):  # a worker that fails ends at once, with no word to the block further out
             if not is_json and rank() == 0:
@@ -59,7 +61,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
         return 0
 
     def named(_: _Ready) -> list[str]:
-        chosen.append(run.claimed())
+        chosen.append(run.claimed(workload.stem))
         return [] if run.name else ["--name", chosen[0].name]
 
     def how() -> str:
@@ -79,10 +81,10 @@ def given_back(run: AskedRun, chosen: Sequence[Path]) -> Iterator[None]:
             give_back(folder)
 
 
-def folder_of_all(run: AskedRun) -> Path:
+def folder_of_all(run: AskedRun, stem: str) -> Path:
     """The run's folder as rank 0 claims it, on every rank."""
     transport = Transport()
-    folder = by_rank_zero(transport, run.claimed)
+    folder = by_rank_zero(transport, lambda: run.claimed(stem))
     transport.close()
     return folder
 

@@ -22,9 +22,9 @@ __all__ = ["AskedVerification", "code_of", "verify_asked"]
 class AskedVerification:
     """What was typed of a comparison. one_batch: the one process takes the batches of all workers joined."""
 
+    seed: int
     workers: int | None
     steps: int
-    seed: int
     one_batch: bool
 
 
@@ -56,7 +56,8 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
         refuse_unnamed(task, granted)
         if asked.one_batch:
             size = f"batch_size={task.batch_size * workers}"
-            joined = workload_of(replace(workload, options=(*workload.options, size)))
+            typed = replace(workload.typed, options=[*workload.typed.options, size])
+            joined = workload_of(replace(workload, typed=typed))
         return _Ready(task, granted, joined)
 
     def body(ready: _Ready) -> int:

@@ -1,1 +1,0 @@
-"""What each command can be asked. Nothing here imports torch: help and refusals must not wait for it."""
