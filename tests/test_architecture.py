@@ -223,7 +223,7 @@ LAZY = {
     "stages/tracer.py": {"torch.distributed.pipelining"},  # brings torch._dynamo: as long again as torch itself
     "session/run_folder.py": {"armillary.session.plots"},  # brings matplotlib
     "session/advice_page.py": {"armillary.session.plot_advice"},
-    "session/twin_page.py": {"armillary.session.plots"},
+    "session/twin_page.py": {"matplotlib.figure"},
     "repurpose/restructuring.py": {"scipy.optimize"},
     "repurpose/shards.py": {"matplotlib.figure"},
     "cli/simulate.py": {"armillary.session.plot_scaling"},

@@ -189,8 +189,8 @@ def twin(
 ) -> None:  # fmt: skip
     """Train WORKLOAD exactly and by --exchange or --edge side by side, in this one process; show the gap in the loss.
 
-    Both take the same batches. The gap is shown at equal steps and at equal forecast seconds on these links, with the
-    point where the curves cross. The links are those of --topology, or assumed. Workers are simulated.
+    Both take the same batches. The gap is shown at equal steps, beside the forecast seconds of a step on these links.
+    The links are those of --topology, or assumed. Workers are simulated.
     """
     with refusing():
         refuse_unwritable(out)

@@ -34,10 +34,9 @@ from armillary.reference import lockstep
 from armillary.reference.replicas import Replicas
 from armillary.schedules.registry import options_of
 from armillary.session.ema import coded_leaves, edges_at_eval, evaluating
-from armillary.session.gap import knots
 from armillary.session.stage_setup import cut_model
 from armillary.session.truth import ScheduleTruth, SeededBatch, seeded_loss
-from armillary.session.twin_page import Twin
+from armillary.session.twin_page import Twin, knots
 from armillary.session.twin_plans import AskedTraining, Both, Losses, planned
 from armillary.session.validation import handed_in
 from armillary.session.workload import Batch, Script, TrainBatches, Workload, stream_seed

@@ -29,12 +29,11 @@ from armillary.profiler.profiler import profile
 from armillary.reference.replicas import SharedGroup
 from armillary.reference.serial import Meanings
 from armillary.schedules.registry import read
-from armillary.session.gap import Side, Sides, knots
 from armillary.session.plan_job import assumptions_of, model_to_plan
 from armillary.session.simulate import PROFILED_WORKERS
 from armillary.session.traffic_meter import way_of
 from armillary.session.truth import departing
-from armillary.session.twin_page import Sent, Twin
+from armillary.session.twin_page import Sent, Side, Sides, Twin, knots
 from armillary.session.workload import Workload
 
 __all__ = ["AskedTraining", "Both", "Losses", "planned"]
