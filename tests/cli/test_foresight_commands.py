@@ -188,7 +188,9 @@ def test_what_a_plan_in_a_file_says_itself_is_not_taken_from_options(refused, pl
     assert complaint in refused("simulate", planned / "plan.json", *arguments)
 
 
-def test_curves_are_drawn_of_the_workload_with_its_options_and_refuse_what_has_no_effect(armillary, refused, tmp_path):
+def test_curves_are_drawn_of_the_workload_with_its_options_and_refuse_what_has_no_effect(
+    armillary, refused, planned, tmp_path
+):
     kept = {}
     for name, options in (("usual", ()), ("wide", ("--set", "width=64"))):
         asked = ("simulate", *SMALL, *options, "--scaling", "--workers", "8", "--gbit", "0.001", "--out", name)
@@ -197,7 +199,7 @@ def test_curves_are_drawn_of_the_workload_with_its_options_and_refuse_what_has_n
     usual, wide = (kept[name]["curves"][1]["points"][-1]["exposed_seconds"] for name in ("usual", "wide"))
     assert wide > 2 * usual  # more is sent
     assert "name it, or drop them" in refused("simulate", "--scaling", "--set", "width=6")
-    assert "drop --profile" in refused("simulate", *SMALL, "--scaling", "--profile", tmp_path / "seen/profile.json")
+    assert "drop --profile" in refused("simulate", *SMALL, "--scaling", "--profile", planned / "profile.json")
 
 
 def test_a_plan_is_made_for_as_many_workers_of_the_machines_as_are_asked_for(armillary, planned):
