@@ -22,11 +22,6 @@ from armillary.session.workload import Workload, baseline_name
 __all__ = ["plan_in_words", "plot"]
 
 
-def _plain_axes(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.3)
-
-
 BLUE, ORANGE, GREY = "#2563a8", "#c2570c", "#777777"
 MOST_GROUPS, LONGEST_NAME = 8, 28
 JOINED_FROM = 3  # points: a line through fewer shows a curve that nobody has seen
