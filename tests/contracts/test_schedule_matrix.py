@@ -14,6 +14,7 @@ from armillary.contracts.schedule import SCHEDULE_RULES
 from armillary.plans import Choice
 from armillary.reference.whole_model import CutModel
 from armillary.schedules import SCHEDULES, options_of, read
+from armillary.schedules.method import OWNED_LOOP
 from armillary.session.truth import ScheduleTruth
 from armillary.transport.transport import Transport
 
@@ -57,7 +58,8 @@ def is_trained(name, workers, options):
     return ends and shape in ((1, UNEQUAL[0]) if workers < 3 else (1, 2, UNEQUAL[2]))
 
 
-CORNERS = [(name, *corner) for name in SCHEDULES.all() if SCHEDULES[name].owns_loop for corner in corners(name)]
+LISTED = [name for name, method in SCHEDULES.all().items() if method.step_mode == OWNED_LOOP]
+CORNERS = [(name, *corner) for name in LISTED for corner in corners(name)]
 
 
 def test_the_corners_are_there():
@@ -65,7 +67,7 @@ def test_the_corners_are_there():
         mine = [(workers, options) for found, workers, options in CORNERS if found == name]
         assert (2, {"costs": UNEQUAL[0], "slack": 1}) in mine and (3, {"costs": UNEQUAL[2], "slack": 3}) in mine
         assert (3, {"stages": 1, "slack": 0}) in mine and (3, {"stages": 2, "slack": 0}) in mine
-    assert {name for name, _, _ in CORNERS} == {name for name in SCHEDULES.all() if SCHEDULES[name].owns_loop}
+    assert {name for name, _, _ in CORNERS} == {*LISTED}
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _, _ in CORNERS}))

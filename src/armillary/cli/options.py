@@ -217,7 +217,7 @@ Schedule = Annotated[
         "Which rank computes what and when: '1f1b(micro_batches=8)', 'ring(slack=1)', 'pipeline(micro_batches=4, "
         f"clip_norm=1.0)'. Schedules: {', '.join(schedules())}. "
         "Options: slack, micro_batches, stages, points (where to cut), costs, recompute, clip_norm, clip_by, "
-        "corrections, bucket_bytes, head, objective; a schedule that lacks one says which it has. "
+        "corrections, bucket_bytes, head, objective, bound; a schedule that lacks one says which it has. "
         "The plan says what is NOT exact.",
         "CHOICE",
     ),

@@ -45,6 +45,7 @@ from armillary.planning.notes import (
     with_savings,
     with_taken,
 )
+from armillary.planning.owner_plan import plan_owned
 from armillary.planning.partition_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.prefetch import prefetching_as_asked, prefetching_by_price, with_prospect
 from armillary.planning.pricing import ADAM, Assumptions, Case
@@ -158,6 +159,9 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
             made = cut(request.edges)
             made = with_expected(with_taken(replace(made, notes=(*made.notes, *asked.notes))), case)
             return with_edges_weighed(made, with_expected(cut(), case)) if request.edges else made
+        if request.deals_rows:
+            plain = bucketings(case, replace(request, schedule=SIMULTANEOUS))[0]
+            return plan_owned(case, schedule, with_expected(plain, case).step_seconds)
         return with_expected(plan_uncut(case, schedule), case)
     read(schedule, topology.workers)
     if why := why_not_carried(schedule):

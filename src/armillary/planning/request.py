@@ -64,6 +64,11 @@ class PlanRequest:
         """Whether steps are taken by the schedule that is asked for."""
         return owns_loop(self.schedule)
 
+    @property
+    def deals_rows(self) -> bool:
+        """Whether the schedule that is asked for keeps tables by row, with owners that answer at any time."""
+        return SCHEDULES[self.schedule.name].deals_rows
+
 
 def named(asked: Choice | str) -> Choice:
     """The schedule that is asked for: as a choice or as text, by its name or an alias.

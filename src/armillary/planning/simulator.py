@@ -31,6 +31,7 @@ from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.exchanges.look_up import announcement_bytes, round_leg
 from armillary.planning.clock import OUTSIDE, Clock, Request, Simulation, Transfer, backward_pieces
 from armillary.planning.link_costs import busy
+from armillary.planning.owner_clock import play_owned
 from armillary.planning.pricing import (
     Case,
     coding_seconds,
@@ -48,7 +49,7 @@ from armillary.plans.layout import Layout, layout_of
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
-from armillary.schedules.registry import owns_loop
+from armillary.schedules.registry import SCHEDULES, owns_loop
 
 __all__ = ["LOOK_UPS", "Activities", "activities", "idle_request", "payer", "simulate"]
 
@@ -162,6 +163,8 @@ def simulate(
         ValueError: the plan is for another model, or its schedule is not lowered to lists of instructions.
     """
     _refuse_other(plan, case.profile)
+    if SCHEDULES[plan.schedule.name].deals_rows:
+        return play_owned(plan, case)
     if owns_loop(plan.schedule):
         return play(plan, case)
     player = _Player(plan, case, overlap)

@@ -203,6 +203,7 @@ class Topology:
         hidden_share: of the time that a request's bytes take, what compute can hide; the rest takes the processor from
             it. 1 where nobody measured it.
         uneven_hosts: ranks of each host, where hosts hold different numbers of them. Every rank is a node then.
+        rates: by rank, seconds of its step over those of the fastest rank; empty where nobody looked, or all are alike.
     """
 
     nodes: int
@@ -215,6 +216,7 @@ class Topology:
     processor: Processor | None = None
     hidden_share: float = 1.0
     uneven_hosts: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.workers_per_node < 1:
@@ -229,6 +231,11 @@ class Topology:
                 )
         if not 0 <= self.hidden_share <= 1:
             raise ValueError(f"topology: hidden_share is a share between 0 and 1, got {self.hidden_share}")
+        if self.rates and (len(self.rates) != self.workers or min(self.rates) < 1):
+            raise ValueError(
+                f"topology: rates want a number >= 1 for each of {self.workers} ranks, times the fastest one's "
+                f"seconds, got {self.rates}"
+            )
         if self.memory_bytes <= 0:
             raise ValueError(f"topology: memory_bytes must be positive, got {self.memory_bytes}")
 
@@ -278,18 +285,20 @@ class Topology:
         Raises:
             ValueError: they do not fill nodes.
         """
+        rates = self.rates if workers == self.workers else ()  # of other ranks nothing is known
         if self.nodes == 1:
-            return replace(self, workers_per_node=workers)
+            return replace(self, workers_per_node=workers, rates=rates)
         nodes, left = divmod(workers, self.workers_per_node)
         if left or not nodes:
             raise ValueError(
                 f"topology: {workers} workers do not fill nodes of {self.workers_per_node}; want a multiple of it"
             )
-        return replace(self, nodes=nodes, uneven_hosts=())
+        return replace(self, nodes=nodes, uneven_hosts=(), rates=rates)
 
     def of_one_node(self, workers: int) -> "Topology":
         """So many workers side by side."""
-        return replace(self, nodes=1, workers_per_node=workers)
+        rates = self.rates if workers == self.workers else ()
+        return replace(self, nodes=1, workers_per_node=workers, rates=rates)
 
     def node_of(self, rank: int) -> int:
         return rank // self.workers_per_node
@@ -301,8 +310,9 @@ class Topology:
 
     def to_json(self) -> str:
         fields = asdict(self)
-        if not self.uneven_hosts:
-            del fields["uneven_hosts"]  # so that even machines keep the fingerprint that they had without it
+        for name in ("uneven_hosts", "rates"):
+            if not fields[name]:
+                del fields[name]  # so that even machines keep the fingerprint that they had without it
         return json.dumps({"format": FORMAT, **fields}, indent=2, sort_keys=True)
 
     @classmethod
@@ -322,7 +332,7 @@ class Topology:
         )
         if fields.get("processor") is not None:
             fields["processor"] = _processor(fields["processor"])
-        fields["uneven_hosts"] = tuple(fields.get("uneven_hosts", ()))
+        fields |= {name: tuple(fields.get(name, ())) for name in ("uneven_hosts", "rates")}
         return cls(**{**fields, "inside": Link(**fields["inside"]), "between": Link(**fields["between"])})
 
     def save(self, path: str | Path) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["WATCHED_DRAWS", "LeftOver", "Shard", "Source", "is_plain_loader", "leaves"]
+__all__ = ["WATCHED_DRAWS", "Dealt", "LeftOver", "Shard", "Source", "is_plain_loader", "leaves"]
 
 Item = TypeVar("Item")
 
@@ -88,6 +88,32 @@ class Shard(Generic[Item]):
         """
         whole, rest = divmod(len(self.loader), self.workers)  # type: ignore[arg-type]
         return whole + (not self.drop_last and self.worker < rest)
+
+
+class Dealt(Generic[Item]):
+    """Batches of a loader that gives the same on every rank, each dealt to the rank that asks first: a slow rank gets
+    fewer. Every rank draws all of them. Anew in every epoch.
+
+    Args:
+        deal: begins an epoch; what it returns gives the number of this rank's next batch.
+    """
+
+    def __init__(self, loader: Iterable[Item], deal: Callable[[], Callable[[], int]]) -> None:
+        if (cuts := _cut_in(loader)) > 1:
+            raise ValueError(
+                f"run.shard: the loader's DistributedSampler gives each of {cuts} ranks its own share already; loop "
+                "over the loader itself, or give one that has all batches"
+            )
+        self.loader, self._deal = loader, deal
+
+    def __iter__(self) -> Iterator[Item]:
+        source, ask = enumerate(self.loader), self._deal()
+        while True:
+            wanted = ask()
+            found = next((batch for number, batch in source if number == wanted), None)
+            if found is None:
+                return
+            yield found
 
 
 def _cut_in(loader: object) -> int:

@@ -35,6 +35,7 @@ __all__ = [
     "has_unseen_reader",
     "probe",
     "profile_concurrently",
+    "rates_at_once",
     "rows_of",
     "scalar_loss",
     "stage_seconds",
@@ -48,6 +49,8 @@ Loss = Callable[[nn.Module, Any], Tensor]
 StageTimes = dict[str, tuple[float, float]]
 
 TIMED_STEPS = 3
+RATED_ROUNDS = 6  # the first warms up
+ALIKE = 1.25  # times the fastest rank's seconds: less is no difference
 OPTIMIZER_COPIES, WRITTEN_BYTES = 4, 1 << 27  # weight, gradient and two of state; more than caches hold
 UNSEEN = "an operation the dispatcher does not show"
 
@@ -252,6 +255,24 @@ def profile_concurrently(
     return replace(found, stages=tuple(stages))
 
 
+def rates_at_once(
+    found: Profile, model: nn.Module, draw: Callable[[], Any], loss: Loss, transport: Transport
+) -> tuple[float, ...]:
+    """By rank, seconds of its step over those of the fastest, all timed at once; the shortest of a few rounds of each.
+    Empty where all are alike. Collective; see `profile_concurrently`."""
+    batch: Any = None
+
+    def step() -> _Round:
+        nonlocal batch
+        batch = draw() if batch is None else batch
+        return _Round(_timed(found, model, batch, loss), 1)
+
+    rounds = [[_total(one.times) for one in _everyones(step, transport)] for _ in range(RATED_ROUNDS)]
+    seconds = [min(theirs) for theirs in zip(*rounds[1:], strict=True)]
+    rates = tuple(max(1.0, round(one / max(min(seconds), 1e-9), 2)) for one in seconds)
+    return rates if max(rates) > ALIKE else ()
+
+
 class _Round(NamedTuple):
     """Of one rank: its mean step, and how many it took."""
 
@@ -260,7 +281,12 @@ class _Round(NamedTuple):
 
 
 def _slowest(work: Callable[[], _Round], transport: Transport) -> _Round:
-    """Collective. A rank that fails must not leave the others waiting for it."""
+    """Collective."""
+    return max(_everyones(work, transport), key=lambda one: _total(one.times))
+
+
+def _everyones(work: Callable[[], _Round], transport: Transport) -> list[_Round]:
+    """Collective, by rank. A rank that fails must not leave the others waiting for it."""
     mine, trouble = None, ""
     try:
         mine = work()
@@ -269,7 +295,7 @@ def _slowest(work: Callable[[], _Round], transport: Transport) -> _Round:
     everyones: list[tuple[_Round | None, str]] = transport.share((mine, trouble))
     if failed := [f"rank {rank}: {said}" for rank, (_, said) in enumerate(everyones) if said]:
         raise ValueError(f"profile: a step failed on {failed[0]}")
-    return max((one for one, _ in everyones if one is not None), key=lambda one: _total(one.times))
+    return [one for one, _ in everyones if one is not None]
 
 
 def _rounds(step: Callable[[], StageTimes], each: int, transport: Transport) -> list[StageTimes]:

@@ -30,7 +30,9 @@ from armillary.schedules.schedule import Schedule
 
 __all__ = [
     "DERIVED",
+    "NO_BOUND",
     "OWNED_LOOP",
+    "PARAMETER_SERVER",
     "USER_LOOP",
     "Method",
     "Objective",
@@ -42,6 +44,7 @@ __all__ = [
 
 USER_LOOP = "user_loop"  # drivers of steps: hooks behind a loop of the user's own
 OWNED_LOOP = "owned_loop"  # the schedule's list of instructions, by `run.step`
+PARAMETER_SERVER = "parameter_server"  # pulls from owners and pushes to them, by `run.step`
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ Options = Mapping[str, Any]
 Objective = Callable[[nn.Module, Any, Any, Callable[[Any, Any], Any]], Any]
 Prepare = Callable[["ScheduleOptions", nn.Module, Callable[[nn.Module, Any], Any], Any], nn.Module]
 
+NO_BOUND = -1
 # Said elsewhere in a plan: in its stage table, its mesh, or by default.
 DERIVED = ("name", "method", "stages", "points", "recompute", "edges")
 
@@ -90,6 +94,8 @@ class ScheduleOptions:
         bucket_bytes: of gradients that travel together, where the model is not cut; 0: the planner's default.
         head, objective: of stages that learn from losses of their own, by name; empty where nobody has said.
         edges: by stage, how what it hands on and gets back is coded; empty where nothing is.
+        bound: how many steps ahead of the slowest a worker may begin one, where there is no common clock; None: any.
+            `NO_BOUND` of a schedule that has a clock.
 
     Raises:
         ValueError: an option that the schedule cannot honour; the message says what it wants.
@@ -110,6 +116,7 @@ class ScheduleOptions:
     head: str = ""
     objective: str = ""
     edges: tuple[Edge, ...] = ()
+    bound: int | None = NO_BOUND
 
     def __post_init__(self) -> None:
         if min(self.stages, self.micro_batches) < 1 or min(self.slack, self.bucket_bytes) < 0:
@@ -328,6 +335,7 @@ class Method:
         refuse_stages: (options, modules of the stages), before the first step.
         notes: what the reader of a plan should know.
         follows: option names that the number of processes fixes, so that a plan need not write them down.
+        deals_rows: tables that are read by row lie by row, dealt to all ranks; else they are whole on every rank.
     """
 
     table: Callable[[ScheduleOptions], Schedule]
@@ -360,6 +368,7 @@ class Method:
     notes: Callable[[Planned], list[str]] = _no_notes
     draw: Callable[[ScheduleOptions], str] | None = None
     follows: tuple[str, ...] = ()
+    deals_rows: bool = False
 
     @property
     def owns_loop(self) -> bool:

@@ -85,7 +85,7 @@ def options_of(plan: Plan) -> ScheduleOptions:
     """
     choice, stages = plan.schedule, plan.stages
     by_row = [name for group in plan.groups if group.layout == "row_sharded" for name in group.parameters]
-    if by_row and owns_loop(choice):
+    if by_row and owns_loop(choice) and not SCHEDULES[choice.name].deals_rows:
         raise ValueError(f"plan: {tables_stay_whole(choice, by_row)}")
     if not stages:
         return _on_mesh(plan, read(choice, plan.workers))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from armillary.plans.plan import Plan
 from armillary.plans.registry import Registry
-from armillary.schedules.method import OWNED_LOOP, USER_LOOP
+from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP
 from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.session.data_check import FirstBatches
 from armillary.session.health import agree_on_found_inf
@@ -29,8 +29,9 @@ from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.job import Job, TrainJob
 from armillary.session.load import load, reload
+from armillary.session.owners_engine import OwnersLoop
 from armillary.session.schedule_engine import OwnedLoop
-from armillary.session.schedule_validation import owned_misfit
+from armillary.session.schedule_validation import owned_misfit, pushed_misfit
 from armillary.session.validation import refuse_on_every_rank, why_not_apart, why_unfit
 from armillary.tables.handle import TableHandle, become
 from armillary.tables.meta_init import begin_optimizer_state, materialise
@@ -166,5 +167,14 @@ def other_nodes(plan: Plan, transport: Transport) -> str:
     )
 
 
+def _open_owners(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
+    complaint = other_nodes(plan, transport) or pushed_misfit(plan, job, transport)
+    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
+    begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
+    with rollback_on_error(job.model, job.optimizer):
+        return Opened(OwnersLoop(plan, job, transport))
+
+
 DRIVERS.register(USER_LOOP, Driver(_open_user_loop, load))
 DRIVERS.register(OWNED_LOOP, Driver(_open_owned_loop, reload))
+DRIVERS.register(PARAMETER_SERVER, Driver(_open_owners, reload))

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from armillary.exchanges.look_up import State
 from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
+from armillary.plans.units import Table
 from armillary.prefetch.batches import LeftOver
 from armillary.profiler.probe import Loss
 from armillary.runtime.backward_hooks import refuse_step_inside
@@ -50,6 +51,8 @@ Batch = TypeVar("Batch")
 
 class UserLoop:
     """A plan at work. `held` keeps the optimizer state of tables whose optimizer sees a window only."""
+
+    deal = None  # each rank has its share of the data
 
     def __init__(self, plan: Plan, job: TrainJob, units: Units, first: FirstBatches):
         self.job, self.model, self.optimizer, self.loss = job, job.model, job.optimizer, job.loss
@@ -179,6 +182,10 @@ class UserLoop:
         self.serve("idle")
         if self._stepped:
             self._close_step()
+
+    def tables_of_report(self) -> tuple[Table, ...]:
+        """None."""
+        return ()
 
     def drained(self) -> list[StepLosses]:
         """Losses that were still to come: none."""

@@ -5,7 +5,7 @@ one moves the average by 1 - decay towards the parameter. It is element-wise, so
 nobody. Those rows stand with their table (`RowTable.averages`), and are saved and loaded as its own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,6 +19,7 @@ from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
+from armillary.plans.units import Table
 from armillary.profiler.probe import Loss
 from armillary.runtime.replica_checks import ReplicatedState
 from armillary.session.data_check import FirstBatches
@@ -205,6 +206,13 @@ class Job(Protocol):
     def names(self) -> list[str]: ...
 
     def step(self, batches: Sequence[Any]) -> list[StepLosses]: ...
+
+    @property
+    def deal(self) -> Callable[[], Callable[[], int]] | None:
+        """Begins an epoch whose batches are dealt to whoever asks, by their numbers; None: each rank has its share."""
+
+    def tables_of_report(self) -> Sequence[Table]:
+        """Collective: what only this kind of run has to report."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 

@@ -138,7 +138,8 @@ def _by_edge(plan: Plan, played: Simulation) -> RunForecast:
     flown = dict.fromkeys((group.name for group in plan.groups), 0.0)
     for flight in played.flights:
         label = flight.group if flight.action == ALL_REDUCE else f"{flight.action} of {flight.group}"
-        flown[names.group_of(label)] += flight.seconds
+        name = names.group_of(label)
+        flown[name if name in flown else flight.group] += flight.seconds
         if edge := names.edge_of(label):
             edges[edge] = edges.get(edge, Forecast()) + Forecast(flight.sent_bytes, 0.0, flight.seconds)
     groups = {group.name: replace(group.forecast, seconds=flown[group.name]) for group in plan.groups}

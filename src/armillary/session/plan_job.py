@@ -30,7 +30,7 @@ from armillary.planning.step_time import with_expected
 from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
-from armillary.profiler.probe import profile_concurrently
+from armillary.profiler.probe import profile_concurrently, rates_at_once
 from armillary.profiler.profiler import profile
 from armillary.profiler.unfit_model import makes_collectives
 from armillary.schedules.method import Prepare, ScheduleOptions
@@ -130,6 +130,10 @@ def plan_job(
             subject.model, subject.optimizer, measure(transport), transport
         )
         found = request.profile or _profiled(subject, topology, transport)
+        if request.wanted.deals_rows and not topology.rates and transport.place.workers > 1:
+            own = partial(_own, subject, transport.place)
+            rates = rates_at_once(found, subject.model, lambda: own()[0], subject.loss, transport)
+            topology = replace(topology, rates=rates)
 
         def case() -> Case:
             return Case(found, topology, assumptions_of(subject.optimizer, subject.model))

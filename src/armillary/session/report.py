@@ -45,7 +45,8 @@ class Report:
     """Forecast beside measured for every group, after so many steps since the plan came into force; and how groups fare
     that are not exact. edges: of the schedule's messages; groups are charged with what their stage sends. step_seconds:
     of a whole step, from its end to that of the next, the median of the last ones in the mean over workers;
-    forecast_seconds: what is expected of it. 0 where nobody knows, None where it is not known yet."""
+    forecast_seconds: what is expected of it. 0 where nobody knows, None where it is not known yet. beside: what only
+    this kind of run has to tell."""
 
     steps: int
     lines: tuple[Comparison, ...]
@@ -53,6 +54,7 @@ class Report:
     step_seconds: float = 0.0
     forecast_seconds: float | None = 0.0
     edges: tuple[EdgeLine, ...] = ()
+    beside: tuple[Table, ...] = ()
 
     def __str__(self) -> str:
         forecast, measured = Forecast(), Forecast()
@@ -65,6 +67,7 @@ class Report:
         text = f"after {self.steps} steps{self._step_words()}\n{table}\n{LEGEND}"
         parts = [_edge_table(self.edges)] if self.edges else []
         parts += [health_table(self.health)] if self.health else []
+        parts += self.beside
         return "\n\n".join(map(str, (text, *parts)))
 
     def _step_words(self) -> str:
@@ -101,7 +104,8 @@ def report_of(run: Job, trace: Trace) -> Report:
     if run.plan.is_timed:
         step = run.plan.step_seconds if expected is None else expected.step.seconds
     edges = _edges(seen, {} if expected is None else expected.edges)
-    return Report(run.traffic_meter.steps, lines, health, sum(seconds) / len(seconds), step, edges)
+    mean = sum(seconds) / len(seconds)
+    return Report(run.traffic_meter.steps, lines, health, mean, step, edges, tuple(run.tables_of_report()))
 
 
 def compare(run: Job, traffic_meter: TrafficMeter, trace: Trace) -> tuple[Comparison, ...]:

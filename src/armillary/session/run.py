@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.plans.plan import Plan
-from armillary.prefetch.batches import Shard
+from armillary.prefetch.batches import Dealt, Shard
 from armillary.session.compare import kept_report
 from armillary.session.drivers import driver_of
 from armillary.session.ema import Ema, Measure, begin_ema, evaluated
@@ -120,10 +120,11 @@ class Run:
         """
         return self._engine.batches(loader)
 
-    def shard(self, loader: Iterable[Item], *, drop_last: bool = True) -> Shard[Item]:
+    def shard(self, loader: Iterable[Item], *, drop_last: bool = True) -> Shard[Item] | Dealt[Item]:
         """This rank's share of a loader that gives the same batches on every rank; anew in every epoch, and as long as
         the share is. The loader may shuffle, from one seed on all ranks. Ranks that hold stages of one replica share
-        one data coordinate: each gets everything.
+        one data coordinate: each gets everything. Under a schedule without a common clock batches are dealt as ranks
+        ask for them, and every batch is some rank's.
 
         Args:
             drop_last: whether an incomplete last round is left out. False is for evaluation: every batch is some
@@ -132,6 +133,8 @@ class Run:
         Raises:
             ValueError: the loader's sampler cuts the data already.
         """
+        if (deal := self._engine.deal) is not None:
+            return Dealt(loader, deal)
         mesh, first = self._engine.plan.mesh, self._engine.first
         return Shard(loader, mesh.data_coordinate(self._rank), mesh.data_coordinates, drop_last, first.watch())
 

@@ -19,6 +19,7 @@ from armillary.exchanges.look_up import State
 from armillary.plans.group import Forecast
 from armillary.plans.mesh import DATA
 from armillary.plans.plan import Plan
+from armillary.plans.units import Table
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.runtime.loop_agreement import options_now
 from armillary.runtime.replica_checks import ReplicatedState
@@ -51,6 +52,8 @@ class OwnedLoop:
         tables, held: none, a schedule keeps them whole.
         owners: for every stage, the (first) process that has its optimizer state and its newest weights.
     """
+
+    deal = None  # each rank has its share of the data
 
     def __init__(self, plan: Plan, job: TrainJob, transport: Transport) -> None:
         self.plan, self.job, self.transport = plan, job, transport
@@ -228,6 +231,10 @@ class OwnedLoop:
         """Settles, and the next step reads the newest weights everywhere, as the first did: part of the schedule."""
         with self._working(), self.taken.as_it_was():
             self._collect(self.engine.drain(), everything=True)
+
+    def tables_of_report(self) -> tuple[Table, ...]:
+        """None."""
+        return ()
 
     def drained(self) -> list[StepLosses]:
         """Drains; the losses of all steps that nobody was given yet."""

@@ -24,10 +24,20 @@ from armillary.schedules.registry import options_of, tables_stay_whole
 from armillary.session.job import TrainJob
 from armillary.session.validation import other_job
 from armillary.stages.optimizer_step import own_options
-from armillary.tables.optimizer_trial import wants_listed_rows, why_not_by_parameter
+from armillary.tables.handle import why_fixed
+from armillary.tables.optimizer_trial import wants_listed_rows, why_not_by_parameter, why_not_by_row
 from armillary.tables.optimizers import hooks_beside, kind_of, members
+from armillary.transport.transport import Transport
 
-__all__ = ["gradient_hooks", "joins_parameters", "of_optimizer", "owned_misfit", "step_hooks", "unserved"]
+__all__ = [
+    "gradient_hooks",
+    "joins_parameters",
+    "of_optimizer",
+    "owned_misfit",
+    "pushed_misfit",
+    "step_hooks",
+    "unserved",
+]
 
 OWN_LOOP = "keep a loop of your own, by a plan without a schedule"
 
@@ -102,6 +112,56 @@ BY = PLAIN["replicated"]
 def owned_misfit(plan: Plan, job: TrainJob, workers: int) -> str:
     """The first complaint, with its remedy; empty if there is none."""
     return next(_complaints(plan, job, workers), "")
+
+
+def pushed_misfit(plan: Plan, job: TrainJob, transport: Transport) -> str:
+    """The first complaint of owners that step with pushes, with its remedy; empty if there is none."""
+    return next(_pushed_complaints(plan, job, transport), "")
+
+
+def _pushed_complaints(plan: Plan, job: TrainJob, transport: Transport) -> Iterator[str]:
+    name = plan.schedule.name
+    if job.loss is None:
+        yield (
+            f"schedule {name} owns the loop and needs loss: attach(plan, model, optimizer, loss=loss, example=batch), "
+            "then run.step([batch]); or plan without a schedule"
+        )
+    if transport.check_order:
+        yield f"schedule {name} cannot have check_order=True: its ranks send when they come, in no common order"
+    if job.scaler is not None and job.scaler.is_enabled():
+        yield (
+            f"schedule {name} cannot have a GradScaler, as no rank knows of the others' steps, which of them to skip "
+            "among them; use bfloat16, which needs no scaling"
+        )
+    if job.check_finite:
+        yield f"schedule {name} cannot have check_finite=True; look at the losses that run.step returns"
+    running = [path for path, one in job.model.named_modules() if getattr(one, "running_mean", None) is not None]
+    if running:
+        yield (
+            f"schedule {name} has no statistics of all ranks' batches, which {running[0]} (BatchNorm) keeps; take "
+            "GroupNorm or LayerNorm, or plan without a schedule"
+        )
+    if mark := marked(job.model):
+        yield f"schedule {name} owns the loop, and the model {mark}"
+    if len(members(job.optimizer)) > 1:
+        yield f"schedule {name} steps one optimizer, got {kind_of(job.optimizer)}; make one with groups of parameters"
+    yield from (f"schedule {name} owns the loop, and {one}" for one in unserved(job.model, job.optimizer))
+    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
+    yield from other_job(plan, trainable, transport.place.workers)
+    if away := {tensor.device.type for tensor in [*job.model.parameters(), *job.model.buffers()]} - {"cpu"}:
+        yield f"schedule {name} trains on the CPU alone, and the model lies on {min(away)}"
+    yield from _unlistable(name, job.optimizer)
+    yield from (f"schedule {name}: {one}" for one in joins_parameters(job.optimizer))
+    for group in plan.groups:
+        if group.layout == "row_sharded" and (why := _mixes_rows(group, trainable, job.optimizer)):
+            yield f"schedule {name}: {group.name} cannot go by row, as {kind_of(job.optimizer)} {why}; plan again"
+
+
+def _mixes_rows(group: Group, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer) -> str:
+    """Why the optimizer cannot step the group's rows apart; empty if it can."""
+    table = trainable[group.parameters[0]]
+    options = next((one for one in optimizer.param_groups if any(held is table for held in one["params"])), None)
+    return "" if options is None else why_not_by_row(optimizer, options, table) or why_fixed(table)
 
 
 def _complaints(plan: Plan, job: TrainJob, workers: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ What an exchange puts off (a warm start, a lifespan) is lowered. A plan is train
 done twice, or for `LONGER` times the steps. `verify` does it for a script's own model.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,10 +24,12 @@ from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.registry import Registry
 from armillary.plans.requests import summed
 from armillary.prefetch.batches import leaves
 from armillary.profiler.probe import Loss
-from armillary.schedules.registry import owns_loop
+from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER
+from armillary.schedules.registry import SCHEDULES, owns_loop
 from armillary.session.attach import attach
 from armillary.session.data_check import alike_ranks
 from armillary.session.double_precision import InDouble, uniform_plan
@@ -46,6 +48,7 @@ from armillary.session.verification import (
     shortened,
     watched,
 )
+from armillary.session.verify_replay import verify_replay
 from armillary.session.verify_schedule import verify_schedule
 from armillary.session.workload import Script, TrainBatches, Workload, stream_seed
 from armillary.tables.handle import TableHandle
@@ -88,7 +91,8 @@ def verify_workload(
         if global_batch is not None:
             raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
         plan = shortened(decided.plan)
-        found = verify_schedule(double, plan, steps, seed, every_bit)
+        held = VERIFIERS[SCHEDULES[plan.schedule.name].step_mode]
+        found = held(double, plan, steps, seed, every_bit)
         return replace(found, lowered=lowered(decided.plan, plan))
     plans = {"planned": shortened(decided.plan)}
     exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
@@ -115,6 +119,12 @@ def verify_workload(
     return Verification(
         workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), said, nodes=nodes
     )
+
+
+Verify = Callable[[Workload, Plan, int, int, bool | None], Verification]
+VERIFIERS: Registry[Verify] = Registry("verification of a driver", __name__)
+VERIFIERS.register(OWNED_LOOP, verify_schedule)
+VERIFIERS.register(PARAMETER_SERVER, verify_replay)
 
 
 def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:

@@ -44,7 +44,7 @@ from armillary.stages.partition import ties_of
 from armillary.stages.stages import cut_at
 from armillary.transport.agreement import by_rank_zero
 
-__all__ = ["verify_schedule"]
+__all__ = ["NOT_REPEATABLE", "RATE_DROP", "apart", "verify_schedule"]
 
 RATE_DROP = 0.1
 MOST_BESIDE = 4  # micro-batches
@@ -109,8 +109,8 @@ def verify_schedule(
     truth = truths.states[run.rank if len(truths.states) == run.workers else 0]
     with run.newest():
         mine = dict(_state(run.model))
-    apart = [_apart(mine[name], truth[name]) for name in truth]
-    largest = run.transport.agree_largest(apart)
+    differences_here = [apart(mine[name], truth[name]) for name in truth]
+    largest = run.transport.agree_largest(differences_here)
     is_exact = not any(run.transport.agree_largest([float(not is_repeatable())])) if every_bit is None else every_bit
     options = case.options
     is_in_order = _is_summed_in_order(run) and not (is_held_whole and any(beside.differences.values()))
@@ -237,7 +237,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach().clone()
 
 
-def _apart(found: Tensor, true: Tensor) -> float:
+def apart(found: Tensor, true: Tensor) -> float:
     """Zero only if every bit is equal; else the difference over the true norm, or infinity where that says nothing."""
     if torch.equal(found, true):
         return 0.0

@@ -139,13 +139,17 @@ class OpenGroups:
         self._at_exit = _giving_up(weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def new(self, ranks: Sequence[int], backend: str = "gloo") -> Any:
+    def new(self, ranks: Sequence[int], backend: str = "gloo", timeout: timedelta | None = None) -> Any:
         """A group of these of the ranks; all of them must call it. Ranks of the job that do not take part are not
-        asked."""
+        asked.
+
+        Args:
+            timeout: of its waits; None: that of all.
+        """
         everyone = dist.get_process_group_ranks(self.parent)
         members, are_all = [everyone[rank] for rank in ranks], self.parent is dist.group.WORLD
         with nullcontext() if are_all else _named_anew(members):
-            group = dist.new_group(members, self.timeout, backend, use_local_synchronization=not are_all)
+            group = dist.new_group(members, timeout or self.timeout, backend, use_local_synchronization=not are_all)
         if self.rank in ranks:
             self._open.append(group)
         return group
