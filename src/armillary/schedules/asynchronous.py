@@ -7,6 +7,8 @@ slow as the slowest, so it gains where ranks are slow by turns, and nothing wher
 Source: Parallax (Kim et al., 2019), asynchronous training; stale synchronous parallel (Ho et al., 2013).
 """
 
+from armillary.plans.advice import Advice, Situation, advises, planned
+from armillary.plans.choice import Choice
 from armillary.plans.mesh import DATA
 from armillary.plans.update_log import refused_bound
 from armillary.schedules.method import PARAMETER_SERVER, Method, Planned, ScheduleOptions
@@ -68,3 +70,9 @@ SCHEDULES.register(
         deals_rows=True,
     ),
 )
+
+
+@advises("asynchronous updates", "workers pull, compute and push; nobody waits", "methods/asynchronous.md")
+def _advice(situation: Situation) -> Advice:
+    schedule = Choice("asynchronous")
+    return planned(situation, "as many updates as workers", f"--schedule {schedule}", schedule=schedule)
