@@ -100,11 +100,11 @@ def test_names_read_off_the_source_are_those_on_the_shelves():
 from armillary.cli import names as shelves
 from armillary.codecs import CODECS
 from armillary.exchanges import dense_exchanges, row_exchanges
-from armillary.schedules.edges import REMEMBERS, SAME
+from armillary.schedules.edges import EDGES, SAME
 from armillary.schedules import SCHEDULES
 print(shelves.schedules() == tuple(SCHEDULES.all()), shelves.codecs() == tuple(CODECS.all()))
 print(shelves.exchanges() == tuple(sorted({*dense_exchanges(), *row_exchanges()})))
-print(shelves.EDGES_ONLY == (REMEMBERS, SAME.name))
+print(shelves.edges_only() == (*EDGES.all(), SAME.name))
 print(shelves.aliases() == tuple(sorted({**SCHEDULES._aliases, **CODECS._aliases})))
 """
     said, _ = imported_by(program)

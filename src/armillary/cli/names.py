@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from armillary.session.workload import Workload
 
 __all__ = [
-    "EDGES_ONLY",
     "FAILED",
     "UNEQUAL",
     "USAGE",
@@ -35,6 +34,7 @@ __all__ = [
     "aliases_in",
     "built_in",
     "codecs",
+    "edges_only",
     "exchanges",
     "find",
     "import_own",
@@ -112,7 +112,10 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
 
 PACKAGES = ("armillary.schedules", "armillary.codecs", "armillary.exchanges")
 
-EDGES_ONLY = ("aq_sgd", "same")  # what an edge may be besides a codec (`schedules/edges.py`)
+
+def edges_only() -> tuple[str, ...]:
+    """What an edge may be besides a codec; "same" is its way back by its own."""
+    return (*modules_with("armillary.schedules", r"^EDGES\.register\("), "same")
 
 
 def schedules() -> tuple[str, ...]:

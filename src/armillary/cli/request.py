@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from armillary.cli import options as ask
-from armillary.cli.names import EDGES_ONLY, aliases, codecs, exchanges, refuse_unknown, schedules
+from armillary.cli.names import aliases, codecs, edges_only, exchanges, refuse_unknown, schedules
 from armillary.planning.demand import PRICE, Constraint, refuse_other_allowed, refuse_unknown_rule, refuse_unlisted
 from armillary.plans.advice import TARGETS
 from armillary.plans.choice import Choice
@@ -310,7 +310,7 @@ def _refuse_unknown_methods(
     if schedule.name not in (*(listed := schedules()), *aliases()):
         raise ValueError(no_entry("schedule", schedule.name, listed))
     coded = [*_of_stages(edge), *_of_stages(edge_back)]
-    named = [choice.name for choice in coded if choice.name not in EDGES_ONLY]
+    named = [choice.name for choice in coded if choice.name not in edges_only()]
     holders = [*coded, *(way for way in constraints.values() if isinstance(way, Choice))]
     named += [choice.name for choice in _inside(holders)]
     listed = codecs()

@@ -9,39 +9,35 @@ Coded are floating numbers of two or more dimensions that ask for a gradient, wh
 flattened, a micro-batch at a time. All else travels as it is, so nothing is coded twice. What a code leaves out is
 lost. No gradient flows through a codec, it passes by it (straight through).
 
-An edge by the choice `aq_sgd` remembers: both of its ends hold the value of every sample that crossed, as it arrived,
-and what is coded is how it has changed since. The option `cache_mb` bounds what an end holds of each tensor.
+A choice that is no codec's is looked up on the shelf `EDGES`: a method that remembers samples, whose two ends hold what
+arrived of every sample, so that only its change is coded.
 
 Source: Bian et al., "Does compressing activations help model parallel training?", MLSys 2024; DCT (Gupta et al., KDD
-2021) for gradients in the places of their activations; Wang et al., NeurIPS 2022 (AQ-SGD) for changes.
-
-By what a sample of a micro-batch is known again: a hash of what the first stage reads of it.
-
-A loop has no numbers for its samples, so the same sample is one whose numbers are the same. A sample that is augmented
-at random is another one each time. Every rank of a pipeline is handed the whole micro-batch, so nothing need cross.
+2021) for gradients in the places of their activations.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from armillary.codecs.edges import guarded
 from armillary.codecs.registry import Codec, Draw, codec_of
 from armillary.plans.choice import Choice
+from armillary.plans.registry import Registry
 from armillary.schedules.random_streams import place_seed
 from armillary.schedules.schedule import Cell, Schedule
 
 __all__ = [
+    "EDGES",
     "IN_MEMORY_BYTES",
     "NEVER",
     "SAME",
     "Codes",
     "Edge",
     "EdgeCode",
+    "Remembered",
     "at_eval",
     "codes_of",
     "draw_of",
@@ -49,38 +45,11 @@ __all__ = [
     "is_codable",
     "refuse_edges",
     "remembering",
-    "sample_keys",
     "warm_up_of",
 ]
 
-KEY_BYTES = 8
-
-
-def sample_keys(micro_batch: Any) -> tuple[bytes, ...]:
-    """One a sample: along the first dimension of what the first stage reads.
-
-    Raises:
-        ValueError: its tensors have no first dimension in common.
-    """
-    leaves = [leaf for leaf in tree_flatten(micro_batch)[0] if isinstance(leaf, Tensor)]
-    counts = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
-    if len(counts) != 1 or 0 in counts:
-        shapes = [tuple(leaf.shape) for leaf in leaves]
-        raise ValueError(
-            f"edge: samples are told apart along the first dimension of what the first stage reads, and its tensors "
-            f"have shapes {shapes}; want the same number of samples in all, or an edge that remembers none"
-        )
-    hashes = [blake2b(digest_size=KEY_BYTES) for _ in range(counts.pop())]
-    for leaf in leaves:
-        rows = leaf.detach().cpu().contiguous().reshape(len(leaf), -1).view(torch.uint8).numpy()
-        for one, row in zip(hashes, rows, strict=True):
-            one.update(row.tobytes())
-    return tuple(one.digest() for one in hashes)
-
-
 SAME = Choice("same")
 EVALS = ("same", "off")
-REMEMBERS, CACHE_MB = "aq_sgd", 256
 IN_MEMORY_BYTES = 1 << 28  # of what an end holds of samples: more is in a file
 NEVER = 1 << 62  # a step that no run reaches
 SOON = 1  # the longest warm-up with which a few steps see it, and its end
@@ -195,6 +164,17 @@ def codes_of(edges: Sequence[Edge], first_step: int = 0) -> Codes:
     return found
 
 
+class Remembered(NamedTuple):
+    """By which codec changes are written, and what each end may hold of every tensor."""
+
+    codec: Choice
+    cache_bytes: int
+
+
+# What an edge may be besides a codec, by name: (what is coded, choice, its options) -> by what it is coded.
+EDGES: Registry[Callable[[str, Choice, dict[str, Any]], Remembered]] = Registry("edge method", "armillary.schedules")
+
+
 class _Named(NamedTuple):
     """What a choice says of an edge: the codec, in how many steps it rests, what its ends hold of samples."""
 
@@ -212,29 +192,12 @@ def _read(what: str, choice: Choice) -> _Named:
     if eval_ not in EVALS or (what == "edge_back" and "at_eval" in choice.options):
         raise ValueError(f"{what}: at_eval is {' or '.join(EVALS)}, and of an edge, not of its way back; got {eval_!r}")
     inner, cache_bytes = Choice(choice.name, options), 0
-    if choice.name == REMEMBERS:
-        inner, cache_bytes = _remembered(what, choice, options)
+    if choice.name in EDGES:
+        inner, cache_bytes = EDGES[choice.name](what, choice, options)
     try:
         return _Named(guarded(codec_of(inner)), warm_up, cache_bytes)
     except ValueError as error:
         raise ValueError(f"{what} {choice}: {error}") from error
-
-
-def _remembered(what: str, choice: Choice, options: dict[str, Any]) -> tuple[Choice, int]:
-    """By which codec changes are written, and what an end may hold."""
-    of, cache_mb = options.pop("of", None), options.pop("cache_mb", CACHE_MB)
-    if what == "edge_back":
-        raise ValueError(
-            f"edge_back {choice}: a gradient does not come back alike, so nothing of it is remembered; name the codec "
-            f"alone"
-        )
-    if not isinstance(of, str | Choice) or options:
-        raise ValueError(
-            f"{what} {choice}: want {REMEMBERS}(CODEC, cache_mb={CACHE_MB}), as in {REMEMBERS}(quantize(bits=4))"
-        )
-    if isinstance(cache_mb, bool) or not isinstance(cache_mb, int | float) or not cache_mb > 0:
-        raise ValueError(f"{what} {choice}: cache_mb is what each end may hold, megabytes above 0, got {cache_mb!r}")
-    return of if isinstance(of, Choice) else Choice(of), int(cache_mb * 1e6)
 
 
 def refuse_edges(edges: Sequence[Edge], schedule: Schedule, ranks: Sequence[Sequence[int]], why_none: str) -> None:
