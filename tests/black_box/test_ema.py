@@ -14,7 +14,7 @@ import face
 from armillary.session import watched_steps
 
 TABLE, DECAY = "words.weight", 0.8
-STEPS = 8  # rows go early from the sixth on
+STEPS = 8  # gradients that wait begin to wait in the sixth
 CLOSE = 1e-12
 
 
@@ -35,6 +35,7 @@ WAYS = {
     "gathered rows": ("gather_rows", "none", "adagrad", Reader),
     "all rows are stepped": ("owned_rows", "none", "adam", Reader),
     "rows that go early": ("owned_rows", "rows", "sgd", Reader),
+    "gradients that wait": ("owned_rows", "gradients", "sgd", Reader),
     "tied": ("all_reduce", "none", "sgd", Tied),
     "running statistics": ("owned_rows", "none", "sgd", Normed),
 }
@@ -244,12 +245,12 @@ def test_an_average_that_was_not_saved_begins_anew_from_what_was_loaded(crew, tm
 
 
 def one_line(rank, world):
-    """The average is begun while the loop is watched; then rows are spread, and go early in the next loop."""
+    """The average is begun while the loop is watched; then rows are spread, and gradients wait in the next loop."""
     original = watched_steps.make_plan
 
     def waiting(*asked, **more):
         plan = original(*asked, **more)
-        groups = [replace(g, prefetch="rows") if TABLE in g.parameters else g for g in plan.groups]
+        groups = [replace(g, prefetch="gradients") if TABLE in g.parameters else g for g in plan.groups]
         return replace(plan, groups=tuple(groups))
 
     watched_steps.make_plan = waiting

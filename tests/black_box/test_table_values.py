@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import face
 
 TABLE = "words.weight"
-STEPS = 8  # rows go early from the sixth on
+STEPS = 8  # gradients begin to wait in the sixth
 ASKED = {
     "norm": lambda p: p.norm(),
     "norm of order 1": lambda p: p.norm(1),
@@ -130,6 +130,7 @@ WAYS = {
     "one owner": (face.armillary.Choice("owned_rows", {"owners": 1}), "none"),
     "gather_rows": ("gather_rows", "none"),
     "rows that go early": ("owned_rows", "rows"),
+    "gradients that wait": ("owned_rows", "gradients"),
 }
 
 

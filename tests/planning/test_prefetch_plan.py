@@ -10,7 +10,6 @@ from armillary.planning.prefetch import NO_TABLE, NOTE, PROSPECT, prefetching, w
 from armillary.planning.pricing import ADAM, SGD, Case
 from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Plan, seconds_text
-from armillary.plans.plan import GRADIENTS_NO_MORE
 from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 PROFILE = model(table("one", lookups=2.0, arrival=0), table("two", arrival=2), dense("head", arrival=1))
@@ -29,14 +28,14 @@ def test_rows_go_before_a_step_only_where_they_stay_put():
     assert kinds(prefetching(made(), PROFILE, machines())) == {"one": "rows", "two": "rows"}
     assert kinds(prefetching(made(assumptions=ADAM), PROFILE, machines())) == {"one": "ids", "two": "ids"}
     lazy = made(assumptions=ADAM, lazy=["two"])
-    assert kinds(prefetching(lazy, PROFILE, machines())) == {"one": "ids", "two": "rows"}
+    assert kinds(prefetching(lazy, PROFILE, machines())) == {"one": "ids", "two": "gradients"}
 
 
 def test_the_plan_says_which():
     ahead = prefetching(made(assumptions=ADAM, lazy=["two"]), PROFILE, machines())
     text = str(ahead).replace("\n  ", " ").splitlines()
     assert any(line.startswith("note: prefetch ids (") and line.endswith("): one") for line in text)
-    assert any(line.startswith("note: prefetch rows (") and line.endswith("): two") for line in text)
+    assert any(line.startswith("note: prefetch gradients (") and line.endswith("): two") for line in text)
     assert f"note: {NOTE}" in text
     assert Plan.from_json(ahead.to_json()) == ahead
     assert ahead.looks_ahead and not made().looks_ahead
@@ -110,20 +109,17 @@ def test_only_tables_owned_by_row_can_prefetch():
 
 
 def test_tables_that_prefetch_share_messages():
-    """Two rounds; of each table the late rows and the push; if rows go early, those of both. Ids and masks travel with
-    these. Without, three look-ups of a header, ids and rows each, two pushes and a round."""
+    """Two rounds; of each table the late rows and the push; if rows go early, those of both; if gradients wait, those
+    of both. Ids and masks travel with these. Without, three look-ups of a header, ids and rows each, two pushes and a
+    round."""
     slow = machines(megabits=1e12, latency=1.0)
     plain = plan(PROFILE, slow, constraints=OWNED, assumptions=LINKS_ONLY)
     case = Case(PROFILE, slow, LINKS_ONLY)
-    early = [replace(group, prefetch="rows") if group.name in OWNED else group for group in plain.groups]
-    made = plain, prefetching(plain, PROFILE, slow), replace(plain, groups=with_announcements(early, case))
+    early, waiting = (
+        [replace(group, prefetch=kind) if group.name in OWNED else group for group in plain.groups]
+        for kind in ("rows", "gradients")
+    )
+    forced = [replace(plain, groups=with_announcements(groups, case)) for groups in (early, waiting)]
+    made = plain, prefetching(plain, PROFILE, slow), *forced
     seconds = [sum(group.forecast.seconds for group in of.groups if group.name in OWNED) for of in made]
-    assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 2 + 2, 2 + 1 + 2 + 2], rel=1e-6)
-
-
-def test_an_older_plan_whose_gradients_followed_their_step_reads_as_one_whose_rows_go_early():
-    ahead = prefetching(made(), PROFILE, machines())
-    older = ahead.to_json().replace('"prefetch": "rows"', '"prefetch": "gradients"')
-    read = Plan.from_json(older)
-    assert read.groups == ahead.groups
-    assert read.notes == (*ahead.notes, GRADIENTS_NO_MORE)
+    assert seconds == pytest.approx([3 * 3 + 2 + 1, 2 + 2 + 2, 2 + 1 + 2 + 2, 2 + 1 + 1 + 2 + 2], rel=1e-6)

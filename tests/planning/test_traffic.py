@@ -98,5 +98,12 @@ def test_where_it_was_not_seen_a_batch_has_as_many_new_rows_as_those_of_one_more
         assert staying == pytest.approx(exponent)
 
 
+@given(exponent=st.floats(0.01, 1), repeated=st.floats(0, 1))
+def test_two_steps_leave_fewer_rows_where_they_are_as_those_of_twice_the_workers(exponent, repeated):
+    facts = replace(row_facts(rows=1_000_000, alpha=1e-3, union=1e-3 * 4**exponent, workers=4), repeated=repeated)
+    new = 9**exponent - 8**exponent, 5**exponent - 4**exponent
+    assert staying_share(facts, model(), 4, steps=2) == pytest.approx((1 - repeated) * new[0] / new[1], abs=1e-6)
+
+
 def test_a_table_that_no_batch_reads_has_nothing_to_send_early():
     assert staying_share(row_facts(alpha=0.0, union=0.0, ids=0.0), model(), 4) == 0.0

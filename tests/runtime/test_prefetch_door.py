@@ -16,6 +16,7 @@ from session.test_prefetch import ahead_of
 ROOT = Path(armillary.__file__).parent
 ROOM = ROOT / "prefetch"
 FILES = {"predictor.py", "prefetcher.py"}  # that run where something is prefetched
+DELAY = {"delayed_gradients.py"}  # where gradients wait, too
 MAY_IMPORT = {"prefetch/kinds.py"}  # who picks the kind
 
 
@@ -60,10 +61,10 @@ def entered_by_parallelize(rank, workers, prefetch):
     return entered(rank, begin, model, OPTIMIZERS["sgd"](model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["none", "ids", "rows"])
+@pytest.mark.parametrize("kind", ["none", "ids", "rows", "gradients"])
 def test_a_rank_enters_what_its_plan_asks_for(crew, kind):
-    wanted = set() if kind == "none" else FILES
-    assert [found & FILES for found in crew(2).run(entered_by_plan, kind)] == [wanted] * 2
+    wanted = {"none": set(), "gradients": FILES | DELAY}.get(kind, FILES)
+    assert [found & (FILES | DELAY) for found in crew(2).run(entered_by_plan, kind)] == [wanted] * 2
 
 
 def test_the_one_line_enters_no_file_of_the_room_when_prefetch_is_off(crew):
@@ -76,8 +77,9 @@ def imports_of(path):
     return {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
 
 
-def test_only_who_picks_the_kind_imports_the_room():
-    inner = {f"armillary.prefetch.{file.removesuffix('.py')}" for file in FILES}
-    outside = [path for path in ROOT.rglob("*.py") if path.name not in FILES or path.parent != ROOM]
+@pytest.mark.parametrize("files", [FILES, DELAY], ids=["rows", "gradients"])
+def test_only_who_picks_the_kind_imports_the_room(files):
+    inner = {f"armillary.prefetch.{file.removesuffix('.py')}" for file in files}
+    outside = [path for path in ROOT.rglob("*.py") if path.name not in files or path.parent != ROOM]
     found = {path.relative_to(ROOT).as_posix() for path in outside if inner & imports_of(path)}
     assert found == MAY_IMPORT

@@ -105,7 +105,7 @@ def test_a_plan_is_not_refused_for_state_that_no_optimizer_keeps():
         plan(case.profile, room, assumptions=replace(case.assumptions, own={}))
 
 
-@pytest.mark.parametrize(("table", "kinds"), [({}, {"rows"}), ({"weight_decay": 1e-5}, {"ids"})])
+@pytest.mark.parametrize(("table", "kinds"), [({}, {"rows", "gradients"}), ({"weight_decay": 1e-5}, {"ids"})])
 def test_rows_go_early_where_the_tables_own_optimizer_leaves_quiet_rows(table, kinds):
     slow = machines(2, megabits=1.0)
     made, _ = rated(table, topology=slow, constraints={"table.weight": "owned_rows"}, prefetch=True)

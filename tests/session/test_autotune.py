@@ -235,8 +235,8 @@ def offered(rank, workers, prefetch, times_prefetch):
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "times_prefetch", "is_offered"), [(None, False, True), (True, False, True), (False, False, False)]
+    ("prefetch", "times_prefetch", "may_wait"), [(None, False, False), (True, False, True), (None, True, True)]
 )
-def test_plans_that_prefetch_are_timed_unless_it_was_refused(crew, prefetch, times_prefetch, is_offered):
+def test_gradients_wait_in_timed_plans_only_where_somebody_asked_for_prefetch(crew, prefetch, times_prefetch, may_wait):
     for kinds in crew(2).run(offered, prefetch, times_prefetch):
-        assert bool(kinds & {"ids", "rows"}) is is_offered
+        assert ("gradients" in kinds) is may_wait and kinds & {"ids", "rows", "gradients"}

@@ -14,7 +14,7 @@ from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for
 
 STEPS, TURN = 9, 2
 FAST = Topology(1, 2, Link(0, 1e10), Link(0, 1e10), 1 << 30)
-PLANS = {"rows": (Choice("owned_rows"), "rows"),
+PLANS = {"gradients": (Choice("owned_rows"), "gradients"), "rows": (Choice("owned_rows"), "rows"),
          "whole": (Choice("all_reduce"), "none")}  # fmt: skip
 
 

@@ -123,7 +123,7 @@ def parts_that_outlive_their_run(rank, workers, *case):
 @pytest.mark.parametrize("is_left_in_the_middle", [False, True])
 @pytest.mark.parametrize(
     ("exchange", "prefetch"),
-    [("owned_rows", "none"), ("owned_rows", "rows"), ("gather_rows", "none")],
+    [("owned_rows", "none"), ("owned_rows", "rows"), ("owned_rows", "gradients"), ("gather_rows", "none")],
 )
 def test_a_run_dies_with_its_model_and_optimizer(crew, exchange, prefetch, is_left_in_the_middle):
     for count, alive in crew(2).run(parts_that_outlive_their_run, exchange, prefetch, is_left_in_the_middle):

@@ -1,27 +1,74 @@
-"""Handles of gradients that were dropped, a model that outlives its optimizer, a table that it holds no more."""
+"""When gradients may wait, and what must not notice: handles of gradients, the model that outlives its optimizer."""
 
 import gc
 import weakref
 from contextlib import closing
 
+import pytest
 import torch
 
 from armillary.plans import Choice
 from armillary.session.attach import attach
 from scenes import Mixed, batch_of, loss, plan_for
-from session.test_prefetch import STEPS, ahead_of, batches_of, plain_step
+from session.test_prefetch import STEPS, ahead_of, batches_of, plain_step, waiting_of
 
 
-def started(workers, prefetch):
+class Counting(torch.optim.SGD):
+    """Keeps its count where nobody looks for state."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        return super().step(closure)
+
+
+WAYS = {
+    "sgd": (torch.float32, lambda ps: torch.optim.SGD(ps, lr=0.1)),
+    "fused": (torch.float32, lambda ps: torch.optim.SGD(ps, lr=0.1, fused=True)),
+    "bfloat16": (torch.bfloat16, lambda ps: torch.optim.SGD(ps, lr=0.1)),
+    "attributes": (torch.float32, Counting),
+}
+
+
+def started(workers, way, prefetch):
+    dtype, optimizer_of = WAYS[way]
     torch.manual_seed(7)
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = Mixed().to(dtype)
+    optimizer = optimizer_of(model.parameters())
     plan = plan_for(model, workers, Choice("owned_rows"), Choice("all_reduce"))
     return attach(ahead_of(plan, prefetch), model, optimizer, check_order=True), model, optimizer
 
 
+def train(rank, workers, way, prefetch):
+    run, model, optimizer = started(workers, way, prefetch)
+    has_waited = 0
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+        has_waited += waiting_of(run)
+    shards = {name: table.shard.clone() for name, table in run._engine.tables.items()}
+    run.close()
+    return shards, has_waited
+
+
+def with_and_without(rank, workers, way):
+    (plain, _), (ahead, has_waited) = (train(rank, workers, way, kind) for kind in ("none", "gradients"))
+    return [name for name in plain if not torch.equal(plain[name], ahead[name])], has_waited > 0
+
+
+@pytest.mark.parametrize(
+    ("way", "waits"), [("sgd", True), ("fused", False), ("bfloat16", False), ("attributes", False)]
+)
+def test_gradients_wait_only_where_a_step_in_two_parts_is_the_same(crew, way, waits):
+    assert crew(2).run(with_and_without, way) == [([], waits)] * 2
+
+
 def scale_a_gradient_that_was_dropped(rank, workers):
-    run, model, optimizer = started(workers, "none")
+    run, model, optimizer = started(workers, "sgd", "none")
     loss(model, batch_of(rank, 0)).backward()
     before = model.emb.weight.grad
     optimizer.zero_grad()
@@ -40,11 +87,12 @@ def test_a_handle_of_a_dropped_gradient_does_not_speak_of_the_next(crew):
 
 
 def keep_the_model_alone(rank, workers):
-    run, model, optimizer = started(workers, "rows")
-    transport = run._transport
+    run, model, optimizer = started(workers, "sgd", "gradients")
+    transport, has_waited = run._transport, 0
     with closing(run.batches(batches_of(rank, ""))) as batches:
         for step, batch in zip(range(STEPS - 1), batches, strict=False):
             plain_step(run, model, optimizer, batch, step)
+            has_waited += waiting_of(run)
     run._engine.finish()
     run._engine.detach()
     gone = [weakref.ref(run), weakref.ref(optimizer)]
@@ -54,18 +102,18 @@ def keep_the_model_alone(rank, workers):
     with torch.no_grad():
         loss(model, batch_of(0, 3))  # alike on all ranks
     transport.close()
-    return alive
+    return has_waited > 0, alive
 
 
 def test_a_model_that_is_kept_does_not_keep_its_run_and_optimizer(crew):
-    assert crew(2).run(keep_the_model_alone) == [[False, False]] * 2
+    assert crew(2).run(keep_the_model_alone) == [(True, [False, False])] * 2
 
 
 def take_a_table_out(rank, workers):
     """Frozen between backward and step: it is not stepped."""
     left = []
-    for kind in ("none", "rows"):
-        run, model, optimizer = started(workers, kind)
+    for kind in ("rows", "gradients"):
+        run, model, optimizer = started(workers, "sgd", kind)
         for step, batch in enumerate(run.batches(batches_of(rank, ""))):
             optimizer.zero_grad()
             loss(model, batch).backward()

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -51,6 +51,11 @@ def count_rounds(run):
 
     run._engine.executor.look_ups._pull = counted
     return made
+
+
+def waiting_of(run):
+    """How many tables' gradients wait now."""
+    return len(getattr(run._engine.executor.prefetch.delay, "waiting", ()))
 
 
 def plain_step(run, model, optimizer, batch, step):
@@ -153,6 +158,51 @@ def weights_are_set(run, model, optimizer, batch, step):
     plain_step(run, model, optimizer, batch, step)
 
 
+def clip_at_last(run, model, optimizer, batch, step):
+    """Gradients are looked at, and scaled, only when some have waited; as a list that was made before."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step >= 6:
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        total = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_(0.05 / total)
+    optimizer.step()
+
+
+def scale_at_last(run, model, optimizer, batch, step):
+    """What the optimizer holds, without a norm."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step >= 6:
+        for gradient in [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]:
+            gradient.mul_(0.5)
+    optimizer.step()
+
+
+def schedule(run, model, optimizer, batch, step):
+    """Another rate at each step, set between the step and the next batch."""
+    plain_step(run, model, optimizer, batch, step)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (2 + step)
+
+
+def drop_some(run, model, optimizer, batch, step):
+    """A loss that is no number: every rank lets go of the gradients."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    if step not in (6, 7):
+        optimizer.step()
+
+
+def drop_at_once(run, model, optimizer, batch, step):
+    loss(model, batch).backward()
+    if step in (6, 7):
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def export_between(run, model, optimizer, batch, step):
     """Before the forward, and after the step."""
     before = run.export()
@@ -188,6 +238,18 @@ def hold_back_now_and_then(run, model, optimizer, batch, step):
     optimizer.zero_grad()
 
 
+def watch(run, model, optimizer, batch, step):
+    """A hook of the user's, which runs with the step and clamps what the optimizer is about to read."""
+
+    def clamp(held, args, kwargs):
+        for gradient in [p.grad for group in held.param_groups for p in group["params"] if p.grad is not None]:
+            gradient.clamp_(-1e-3, 1e-3)
+
+    if step == 7:
+        optimizer.register_step_pre_hook(clamp)
+    plain_step(run, model, optimizer, batch, step)
+
+
 def drop_on_one_rank(run, model, optimizer, batch, step):
     optimizer.zero_grad()
     loss(model, batch).backward()
@@ -207,12 +269,19 @@ def evaluate_on_one_rank_and_load(run, model, optimizer, batch, step):
 
 LOOPS = [
     plain_step, clip, accumulate, accumulate_in_turns, step_before_forward, wrong_on_one_rank, transposed, drawn_inside,
-    two_look_ups_swapped, two_passes_of_a_batch, evaluate_between, evaluate_all, weights_are_set, pass_over, only_look,
-    hold_back_now_and_then, drop_on_one_rank, evaluate_on_one_rank_and_load, two_steps_of_a_batch, export_between,
+    two_look_ups_swapped, two_passes_of_a_batch, evaluate_between, evaluate_all, weights_are_set,
+]  # fmt: skip
+WHILE_GRADIENTS_WAIT = [
+    pass_over, only_look, hold_back_now_and_then, watch, drop_on_one_rank, evaluate_on_one_rank_and_load, clip_at_last,
+    scale_at_last, schedule, drop_some, drop_at_once, two_steps_of_a_batch, export_between,
 ]  # fmt: skip
 RANKS_COME_APART = [drop_on_one_rank]  # by what the loop does, with prefetch and without; close says so
-# Each loop meets the richer kind, which enters all files of the other, and every second one the other.
-ALL_LOOPS = [*[(loop, "adagrad", "rows") for loop in LOOPS], *[(loop, "adam", "ids") for loop in LOOPS[::2]]]
+# Each loop meets the richest kind, which enters all files of the others, and by turns one of the others.
+ALL_LOOPS = [
+    *[(loop, *way) for loop, way in zip(LOOPS, cycle([("adam", "ids"), ("adagrad", "rows")]))],
+    *[(loop, "adagrad", "gradients") for loop in LOOPS],
+    *[(loop, "adagrad", "gradients") for loop in WHILE_GRADIENTS_WAIT],
+]
 
 
 def batches_of(rank, kind):
@@ -291,7 +360,7 @@ def test_every_loop_leaves_the_same_numbers(crew, loop, optimizer, prefetch):
 KINDS = ["uneven_counts", "uneven_sizes", "bag_unread_by_some", "weights", "lazy"]
 
 
-@pytest.mark.parametrize(("optimizer", "prefetch"), [("adam", "ids"), ("sgd", "rows")])
+@pytest.mark.parametrize(("optimizer", "prefetch"), [("adam", "ids"), ("sgd", "rows"), ("sgd", "gradients")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_the_batches_are(crew, kind, optimizer, prefetch):
     optimizer = "adam" if kind == "lazy" else optimizer
@@ -302,8 +371,9 @@ def test_whatever_the_batches_are(crew, kind, optimizer, prefetch):
 
 CASES = [
     *[("owned_rows", name, 2, "ids") for name in ("sgd", "momentum_decay", "adamw_groups")],
-    *[("owned_rows", name, 2, "rows") for name in ("sgd", "sgd_fused", "adagrad")],
+    *[("owned_rows", name, 2, kind) for name in ("sgd", "sgd_fused", "adagrad") for kind in ("rows", "gradients")],
     ("hashed", "sgd", 3, "rows"), ("one_owner", "momentum_decay", 2, "ids"), ("one_owner", "adagrad", 3, "rows"),
+    ("hashed", "sgd", 3, "gradients"), ("one_owner", "adagrad", 3, "gradients"), ("owned_rows", "sgd", 1, "gradients"),
     ("by_node", "adam", 4, "ids"), ("owned_rows", "adam", 1, "ids"), ("owned_rows", "sgd", 1, "rows"),
 ]  # fmt: skip
 
@@ -342,7 +412,7 @@ def train_randomly(rank, workers, sources, prefetch):
 
 
 def randomly_with_and_without(rank, workers, sources):
-    (plain, before), (ahead, after) = (train_randomly(rank, workers, sources, way) for way in ("none", "rows"))
+    (plain, before), (ahead, after) = (train_randomly(rank, workers, sources, way) for way in ("none", "gradients"))
     return all(torch.equal(plain[name], ahead[name]) for name in plain), after < before
 
 
@@ -405,7 +475,7 @@ def leave_with_and_without(rank, workers, prefetch):
     return [name for name in plain if not torch.equal(plain[name], ahead[name])]
 
 
-@pytest.mark.parametrize("prefetch", ["ids", "rows"])
+@pytest.mark.parametrize("prefetch", ["ids", "rows", "gradients"])
 def test_a_loop_may_be_left_at_any_moment_and_others_begun(crew, prefetch):
     assert crew(2).run(leave_with_and_without, prefetch) == [[], []]
 
@@ -432,7 +502,7 @@ def save_half_way(rank, workers, folder, optimizer_name, prefetch):
     return first, [name for name in unbroken if not torch.equal(unbroken[name], resumed[name])]
 
 
-@pytest.mark.parametrize(("optimizer", "prefetch"), [("adam", "ids"), ("adagrad", "rows")])
+@pytest.mark.parametrize(("optimizer", "prefetch"), [("adam", "ids"), ("adagrad", "gradients")])
 def test_a_checkpoint_saved_in_the_loop_goes_on_bit_for_bit(crew, tmp_path, optimizer, prefetch):
     assert crew(2).run(save_half_way, str(tmp_path), optimizer, prefetch) == [(7, [])] * 2
 
@@ -500,18 +570,19 @@ READS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prefetch", ["ids", "rows"])
+@pytest.mark.parametrize("prefetch", ["ids", "rows", "gradients"])
 def test_counted_bytes_are_those_of_the_formula(crew, prefetch):
     """A header less per predicted look-up, an announcement in all others; where rows go early, a byte per row, sent by
-    whoever serves it."""
+    whoever serves it; and where gradients wait, one more in all batches that are not the last."""
     workers = 3
     plain, ahead = crew(workers).run(count_bytes, "none"), crew(workers).run(count_bytes, prefetch)
     headers = len(READS) * (STEPS - UNPREDICTED) * HEADER_BYTES * (workers - 1)
     rounds = STEPS + 1 + STEPS + len(READS) * UNPREDICTED  # of the loop and its end, of backwards, of look-ups
     announcements = rounds * announcement_bytes(5) * (workers - 1)
     staying = sum(sum(away) for _, away in ahead) if prefetch != "ids" else 0
+    resting = sum(sum(away[:-1]) for _, away in ahead) if prefetch == "gradients" else 0
     before, after = (sum(sent for sent, _ in way) for way in (plain, ahead))
-    assert after == pytest.approx(before + workers * (announcements - headers) + staying, rel=1e-12)
+    assert after == pytest.approx(before + workers * (announcements - headers) + staying + resting, rel=1e-12)
 
 
 def refused(rank, workers):
@@ -552,3 +623,65 @@ def test_rows_that_stay_put_go_early_and_only_those(crew):
 def test_rows_that_moved_after_all_are_sent_again(crew):
     """A step of two batches moves rows of both, and only the later was thought of."""
     assert any(any(again.values()) for _, again in crew(2).run(send_early, accumulate))
+
+
+def wait(rank, workers):
+    """(rows of which gradients waited, rows that no rank reads in the next batch), by step and table."""
+    run, model, optimizer = started("owned_rows", "sgd", "gradients", workers)
+    delay, waited, rests = run._engine.executor.prefetch.delay, {}, {}
+    split = delay._split
+
+    def counted(table, gradients, routes, unused):
+        now, others = split(table, gradients, routes, unused)
+        assert [len(one) for one in now] == [sum(route.asked) for route in others]
+        waited[step, table.name] = sum(map(len, gradients)) - sum(map(len, now))
+        return now, others
+
+    delay._split = counted
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+        if UNPREDICTED <= step < STEPS - 1:
+            later = [batch_of(other, step + 1, 6) for other in range(workers)]
+            for ids, table in READS:
+                read = torch.cat([one[of] for one in later for of, whose in READS if whose == table])
+                mine = int(torch.isin(batch[ids].unique(), read, invert=True).sum())
+                rests[step, table] = rests.get((step, table), 0) + mine
+    run.close()
+    return waited, rests
+
+
+def test_gradients_wait_of_rows_that_nobody_reads_next_and_of_those_alone(crew):
+    found = crew(2).run(wait)
+    for waited, rests in found:
+        assert waited == rests and len(rests) == 5 * (STEPS - 1 - UNPREDICTED)
+    assert all(any(rests[key] for _, rests in found) for key in found[0][1] if key[1] != "bag.weight")
+
+
+def leave_while_gradients_wait(rank, workers, way, folder, prefetch):
+    """A loop left after a step. Then the others are waited for, or what was saved two steps before is loaded."""
+    run, model, optimizer = started("owned_rows", "adagrad", prefetch, workers)
+    for step, batch in enumerate(run.batches(batches_of(rank, ""))):
+        plain_step(run, model, optimizer, batch, step)
+        if step == 5:
+            path = run.save(f"{folder}/{prefetch}")
+        if step == 7:
+            break
+    waiting = waiting_of(run)
+    if way == "load":
+        run.load(path)
+    run._engine.finish()
+    found = state_of(run, model, optimizer)
+    run.close()
+    return found, waiting
+
+
+def leave_with_and_without_waiting(rank, workers, way, folder):
+    (plain, _), (ahead, waiting) = (
+        leave_while_gradients_wait(rank, workers, way, folder, kind) for kind in ("none", "gradients")
+    )
+    return [name for name in plain if not torch.equal(plain[name], ahead[name])], waiting
+
+
+@pytest.mark.parametrize("way", ["finish", "load"])
+def test_gradients_that_wait_when_a_loop_is_left_are_not_forgotten(crew, tmp_path, way):
+    assert crew(2).run(leave_with_and_without_waiting, way, str(tmp_path)) == [([], 5)] * 2

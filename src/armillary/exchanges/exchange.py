@@ -112,6 +112,9 @@ class RowExchange(NamedTuple):
     early_legs(traffic, skew, staying): the same of `pull_early`, where the share `staying` of the rows stays put.
     mechanisms(pulled, pushed): what it does with rows, in words, and how often: of so many rows that this rank looked
         up, and so many whose gradients it got.
+    part(route, said, heard): the route in two, of the rows that are not chosen and of those that are: `said` of the
+        rows this rank serves, `heard` of those it asked for, bool in the route's order. None unless a push makes one
+        request.
     codes: how rows and their gradients are written on the way, if not as they are.
     """
 
@@ -124,6 +127,7 @@ class RowExchange(NamedTuple):
     pull_requests: int
     pull_early: Callable[..., Program[Pulled]] | None = None
     early_legs: Callable[[RowTraffic, float, float], EarlyLegs] | None = None
+    part: Callable[[Any, Tensor, Tensor], tuple[Any, Any]] | None = None
     codes: RowCodes = RowCodes()
     mechanisms: Callable[[int, int], Mapping[str, int]] = _looked_up
 

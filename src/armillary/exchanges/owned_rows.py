@@ -137,12 +137,18 @@ def owned_rows(
         return EarlyLegs(*(Leg("everyone", rows * of_a_row, traffic.lookups) for of_a_row in bytes_of))
 
     told = partial(_mechanisms, codes)
-    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, codes, told)
+    return RowExchange("row_sharded", ownership, pull, push, 1, legs, 2, pull_early, early_legs, _part, codes, told)
 
 
 def _mechanisms(codes: RowCodes, pulled: int, pushed: int) -> dict[str, int]:
     how = [", coded" * (code.codec is not None) for code in codes]
     return {f"rows looked up{how[0]}": pulled, f"rows with gradients{how[1]}": pushed}
+
+
+def _part(route: OwnerRoute, said: Tensor, heard: Tensor) -> tuple[OwnerRoute, OwnerRoute]:
+    asked, served = _chosen(heard, route.asked), _chosen(said, route.served)
+    others = OwnerRoute(_less(route.asked, asked), _less(route.served, served), route.served_rows[~said])
+    return others, OwnerRoute(asked, served, route.served_rows[said])
 
 
 def _chosen(mask: Tensor, counts: Counts) -> Counts:

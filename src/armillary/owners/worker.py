@@ -107,6 +107,9 @@ class PulledTable:
 
     drop_accumulated = drop_gradient
 
+    def join(self) -> None:
+        """Nothing waits."""
+
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
             f"{self.name}: its rows are with their owners between two steps; look at it inside run.evaluate, or at "

@@ -64,12 +64,12 @@ def by_simulation(plans: Mapping[str, Plan], case: Case) -> list[str]:
     return sorted(plans, key=lambda name: simulate(plans[name], case).step_seconds)
 
 
-def with_prefetch(plans: Mapping[str, Plan], case: Case) -> dict[str, Plan]:
-    """The plans, each followed by the same looking ahead where it has tables that can."""
+def with_prefetch(plans: Mapping[str, Plan], case: Case, *, may_wait: bool = True) -> dict[str, Plan]:
+    """The plans, each followed by the same looking ahead where it has tables that can; may_wait as in `prefetching`."""
     found: dict[str, Plan] = {}
     for name, plain in plans.items():
         found[name] = plain
-        ahead = prefetching(plain, case.profile, case.topology)
+        ahead = prefetching(plain, case.profile, case.topology, may_wait=may_wait)
         if ahead is not plain:
             found[name + AHEAD] = ahead
     return found

@@ -21,12 +21,14 @@ from typing import NamedTuple
 
 from armillary.exchanges.dense import Leg, Legs
 from armillary.exchanges.exchange import RowExchange, RowTraffic
+from armillary.plans.group import PrefetchKind
 from armillary.plans.parameter import RowFacts
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 
 __all__ = [
     "Busy",
+    "Shares",
     "Upkeep",
     "busiest_share",
     "busy",
@@ -117,18 +119,20 @@ def busiest_share(facts: RowFacts, owners: int, order: str) -> float:
     return max(sum(load[first::owners]) for first in range(owners))
 
 
-def staying_share(facts: RowFacts, profile: Profile, workers: int) -> float:
-    """Share of the rows of a worker's batch that no worker read in the step before, so that it does not move them.
+def staying_share(facts: RowFacts, profile: Profile, workers: int, steps: int = 1) -> float:
+    """Share of the rows of a worker's batch that no worker read in so many steps before, so that no step moves them. As
+    many are not read in so many steps after.
 
-    As measured where it was. Else consecutive batches are taken to repeat one another as batches of
+    As measured where it was, for one step. Else consecutive batches are taken to repeat one another as batches of
     different workers do: what stays are the new rows that one more worker would bring.
     """
     own = merged_rows(facts, profile, 1)
     if own <= 0:
         return 0.0
+    one, all_steps = (_new_rows(facts, profile, workers * count) for count in (1, steps))
     if workers == profile.workers and facts.repeated is not None:
-        return 1 - facts.repeated
-    return _new_rows(facts, profile, workers) / own
+        return (1 - facts.repeated) * (all_steps / one if one > 0 else 1.0)
+    return all_steps / own
 
 
 def _new_rows(facts: RowFacts, profile: Profile, workers: int) -> float:
@@ -156,23 +160,41 @@ class Upkeep:
             )
 
 
+class Shares(NamedTuple):
+    """Of the rows of a batch: those that stay put, None where no row goes early; those of which gradients wait, None
+    where none does."""
+
+    staying: float | None
+    resting: float | None
+
+    @classmethod
+    def of(cls, rows: RowFacts, prefetch: PrefetchKind, profile: Profile, topology: Topology) -> "Shares":
+        """Rows stay put if no rank reads them in the batch before; and, where gradients may be under way, in the one
+        before that."""
+        one, two = (staying_share(rows, profile, topology.workers, steps) for steps in (1, 2))
+        return {"rows": cls(one, None), "gradients": cls(two, one)}.get(prefetch, cls(None, None))
+
+
 def prefetched_legs(
-    exchange: RowExchange, moved: RowTraffic, skew: float, staying: float | None, pays: bool, topology: Topology
+    exchange: RowExchange, moved: RowTraffic, skew: float, shares: Shares, pays: bool, topology: Topology
 ) -> tuple[tuple[Leg, ...], Legs]:
     """What goes at another time, and what is left of pull and push. Ids leave with late rows and masks with a header;
-    early rows of all tables are one message. Late rows are taken to go by themselves, as they do where they are many
-    (`tables/lookups`).
-
-    Args:
-        staying: share of a batch's rows that stay put, so that they go early; None where no row goes early.
-    """
+    early rows of all tables are one message, so are gradients that wait. Late rows are taken to go by themselves, as
+    they do where they are many (`tables/lookups`)."""
     assert exchange.early_legs is not None
     push = exchange.legs(moved, skew, topology).push
-    early_legs = exchange.early_legs(moved, skew, staying or 0.0)
+    early_legs = exchange.early_legs(moved, skew, shares.staying or 0.0)
     ids, masks, early, late = (
         leg._replace(messages=messages) for leg, messages in zip(early_legs, (0, 0, int(pays), 1), strict=True)
     )
-    return ((ids,) if staying is None else (ids, masks, early)), Legs((late,), push)
+    if shares.staying is None:
+        return (ids,), Legs((late,), push)
+    if shares.resting is None:
+        return (ids, masks, early), Legs((late,), push)
+    masks = masks._replace(link_bytes=2 * masks.link_bytes)
+    waiting = Leg("everyone", shares.resting * sum(leg.link_bytes for leg in push), int(pays))
+    now = tuple(leg._replace(link_bytes=(1 - shares.resting) * leg.link_bytes) for leg in push)
+    return (ids, masks, early, waiting), Legs((late,), now)
 
 
 class Busy(NamedTuple):

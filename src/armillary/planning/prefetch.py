@@ -1,9 +1,9 @@
 """Adds prefetch to a plan: which of its tables are prefetched, what of them may go early, what that sends and saves.
 
 Rows may go before a step only where it is provable that they stay put: the optimizer leaves rows without gradient
-alone, or the table is lazy; and where that makes the simulated step shorter. Otherwise ids and counts go early, and
-rows right after the step. All are exact. How many rows stay put is taken from the profile (`traffic.staying_share`):
-those that no worker read in the step before.
+alone, or the table is lazy; and gradients may follow it where nobody reads their rows next. Both happen where that
+makes the simulated step shorter. Otherwise ids and counts go early, and rows right after the step. All are exact. How
+many rows stay put is taken from the profile (`traffic.staying_share`): those that no worker read in the step before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ NO_TABLE = "prefetch was asked for and is not taken: no table of this plan is de
 WORTH = 1.02  # a gain below it is none: the clock knows neither waits nor crowds
 
 
-def prefetching(plan: Plan, profile: Profile, topology: Topology) -> Plan:
+def prefetching(plan: Plan, profile: Profile, topology: Topology, *, may_wait: bool = True) -> Plan:
     """The same plan for loops over `run.batches`, with every table by `owned_rows` prefetched; or the plan itself, if
     it has none, or prefetches already.
 
@@ -45,6 +45,7 @@ def prefetching(plan: Plan, profile: Profile, topology: Topology) -> Plan:
 
     Args:
         profile, topology: what the plan was made from.
+        may_wait: whether gradients may follow in the next batch; all ranks must then do alike with a table's `.grad`.
 
     Raises:
         ValueError: the plan is for another model, its schedule is not simultaneous, or nobody priced it.
@@ -54,7 +55,7 @@ def prefetching(plan: Plan, profile: Profile, topology: Topology) -> Plan:
         return plan
     case = Case(profile, topology, assumptions_behind(plan))
     before_seconds = simulate(plan, case).step_seconds
-    ahead = _prefetching_plan(plan, names, case)
+    ahead = _prefetching_plan(plan, names, case, may_wait)
     notes = tuple(note for note in plan.notes if not note.startswith(PROSPECT))
     return replace(ahead, notes=(*notes, NOTE, _gain(before_seconds, ahead, case)))
 
@@ -67,8 +68,8 @@ def prefetching_as_asked(plan: Plan, profile: Profile, topology: Topology) -> Pl
 
 def prefetching_by_price(plan: Plan, profile: Profile, topology: Topology) -> Plan:
     """The same plan looking ahead if a step against a clock is shorter for it, else with a note of what it would be;
-    arguments as `prefetching`'s."""
-    ahead = prefetching(plan, profile, topology)
+    arguments as `prefetching`'s. No gradient waits: nobody asked for what that demands of the loop."""
+    ahead = prefetching(plan, profile, topology, may_wait=False)
     if ahead is plan or plan.workers == 1:
         return plan
     case = Case(profile, topology, assumptions_behind(plan))
@@ -96,9 +97,12 @@ def with_prospect(plan: Plan, case: Case) -> Plan:
 
 def _gain(before_seconds: float, ahead: Plan, case: Case) -> str:
     """What a step takes against a clock, and what that rests on."""
-    stays = _staying(ahead, case)
+    rows = {"rows": 1, "gradients": 2}
+    stays = _shares(ahead, rows, case)
     early = f"; rows that may go before the step: {stays}" if stays else ""
-    return f"{_steps(before_seconds, ahead, case)}{early}"
+    rests = _shares(ahead, {"gradients": 1}, case)
+    waiting = f"; gradients that may follow it: {rests}" if rests else ""
+    return f"{_steps(before_seconds, ahead, case)}{early}{waiting}"
 
 
 def _steps(before_seconds: float, ahead: Plan, case: Case) -> str:
@@ -108,13 +112,13 @@ def _steps(before_seconds: float, ahead: Plan, case: Case) -> str:
     return f"simulated step {after} with prefetch, {before} without"
 
 
-def _staying(plan: Plan, case: Case) -> str:
-    """In words, of the tables that send rows early: which of their rows nobody reads in the step before."""
+def _shares(plan: Plan, steps: Mapping[str, int], case: Case) -> str:
+    """In words, of the tables that prefetch so: which of their rows nobody else reads in so many steps."""
     found = []
     for group in plan.groups:
         rows = case.profile.parameter(group.parameters[0]).rows
-        if group.prefetch == "rows" and rows is not None:
-            share = staying_share(rows, case.profile, case.topology.workers)
+        if group.prefetch in steps and rows is not None:
+            share = staying_share(rows, case.profile, case.topology.workers, steps[group.prefetch])
             found.append(f"{share:.0%} of {group.parameters[0]}")
     return ", ".join(found)
 
@@ -132,12 +136,15 @@ def _exchange(group: Group) -> RowExchange:
     return build_row(group.own_exchange.name, **group.own_exchange.options)
 
 
-def _prefetching_plan(plan: Plan, names: Sequence[str], case: Case) -> Plan:
-    """Rows go early where they may and a step against a clock is shorter for it, else ids alone: what goes in two parts
-    is more messages, and on quick links with busy processors a message costs more than what it hides."""
+def _prefetching_plan(plan: Plan, names: Sequence[str], case: Case, may_wait: bool = True) -> Plan:
+    """Rows go early and gradients follow late where they may and a step against a clock is shorter for it, else ids
+    alone: what goes in two parts is more messages, and on quick links with busy processors a message costs more than
+    what it hides."""
     may_send = {g.name for g in plan.groups if g.is_lazy or not _moves_quiet_rows(g, case)} & set(names)
+    waits = {g.name for g in plan.groups if may_wait and g.name in may_send and _exchange(g).part is not None}
     sending: dict[str, PrefetchKind] = dict.fromkeys(may_send, "rows")
-    choices = [_with_kinds(plan, names, kinds, case) for kinds in (sending, {})]
+    waiting: dict[str, PrefetchKind] = {**sending, **dict.fromkeys(waits, "gradients")}
+    choices = [_with_kinds(plan, names, kinds, case) for kinds in (waiting, sending, {})]
     return min(choices, key=lambda choice: simulate(choice, case).step_seconds)
 
 

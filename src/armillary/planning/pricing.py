@@ -18,12 +18,12 @@ from armillary.exchanges.exchange import build_dense, build_row
 from armillary.exchanges.look_up import FLAGS, announcement_bytes, round_leg
 from armillary.exchanges.parcel import RankInfo
 from armillary.planning.link_costs import (
+    Shares,
     Upkeep,
     busiest_share,
     leg_seconds,
     merged_rows,
     prefetched_legs,
-    staying_share,
     traffic,
     traffic_merged,
 )
@@ -267,7 +267,7 @@ class RowWork(NamedTuple):
 
     Args of note:
         headers: of its look-ups. legs: at the busiest owner. even_legs: at the mean one. ahead, even_ahead: likewise
-            of what leaves in another step: ids; of rows that go early, masks and these rows.
+            of what leaves in another step: ids; of rows that go early, masks and these rows; gradients that wait.
         handled_rows: asked for and served, or gathered. prefetched_rows: looked for once more, to prefetch.
         copy_bytes: of the rows the fullest rank holds; touched_bytes: of those a step updates. slots: tensors of
             optimizer state per row.
@@ -324,11 +324,13 @@ def row_work(
     even_ahead: tuple[Leg, ...] = ()
     prefetched_rows = 0.0
     if prefetch != "none" and exchange.early_legs is not None:
-        staying = staying_share(rows, case.profile, topology.workers) if prefetch == "rows" else None
+        shares = Shares.of(rows, prefetch, case.profile, topology)
         headers, prefetched_rows = (), handled
         (ahead, legs), (even_ahead, even_legs) = (
-            prefetched_legs(exchange, moved, load, staying, pays, topology) for load in (skew, 1.0)
+            prefetched_legs(exchange, moved, load, shares, pays, topology) for load in (skew, 1.0)
         )
+        if shares.resting is not None:  # those served are looked for in the batch after, too
+            prefetched_rows += moved.distinct_rows * skew
     return RowWork(
         headers=headers,
         legs=legs,
@@ -365,7 +367,7 @@ def row_forecast(
 
 def predict_seconds_of(work: RowWork, case: Case) -> float:
     """Rows that are prefetched are found once more among a batch's ids, and those served among the rows of the batch
-    before."""
+    before; and where gradients wait, of the batch after."""
     return work.prefetched_rows * case.key_seconds
 
 

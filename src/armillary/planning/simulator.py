@@ -60,7 +60,8 @@ class Activities(NamedTuple):
     headers: of its look-ups, which every rank sends to every other whoever asks. push: made one by one.
     meet: of weights, after the optimizer's step, or before it where `meets_before`; nothing hides them.
     ahead: of a table that prefetches, what leaves in this step for one to come: ids; where rows go early, masks and
-        these rows. `pull` then is of the other rows, and predict_seconds what it takes to know all this.
+        these rows; and where gradients wait, those of the step before. `pull` and `push` then are of the other rows,
+        and predict_seconds what it takes to know all this.
     Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
     anything is pulled; else it is all after.
     """
@@ -134,7 +135,7 @@ def idle_request(topology: Topology, tables: int, prefetched: int) -> Request:
 def payer(groups: Sequence[Group]) -> str:
     """The group that is charged the messages that all prefetched tables share: one that sends most of them."""
     kinds = {group.prefetch: group.name for group in reversed(groups)}
-    return kinds.get("rows") or kinds.get("ids", "")
+    return kinds.get("gradients") or kinds.get("rows") or kinds.get("ids", "")
 
 
 def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:
@@ -230,8 +231,8 @@ class _Player:
 
     def turn(self) -> None:
         """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
-        the ids of the one after next, and the rows of the next that stay put. While these are on their way, each works
-        out what it will say next."""
+        the ids of the one after next, gradients of the last that could wait, and the rows of the next that stay put.
+        While these are on their way, each works out what it will say next."""
         if not self.prefetched:
             return
         self._meet()
@@ -244,10 +245,11 @@ class _Player:
                 self.ahead[sent.name].append(sent)
         for name, does in others:
             self.late[name] = self._start(name, "pull", does.pull)
-        items = [(name, does.ahead[2:3]) for name, does in self.prefetched.items()]
-        asked = [(name, "prefetch", requests) for name, requests in items if requests]
-        for sent in self._together(asked, self._start):
-            self.ahead[sent.name].append(sent)
+        for place in (3, 2):
+            items = [(name, does.ahead[place : place + 1]) for name, does in self.prefetched.items()]
+            asked = [(name, "prefetch", requests) for name, requests in items if requests]
+            for sent in self._together(asked, self._start):
+                self.ahead[sent.name].append(sent)
         for name, does in self.prefetched.items():
             self.clock.work(name, "predict", does.predict_seconds)
 

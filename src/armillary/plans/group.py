@@ -107,13 +107,14 @@ def checked(words: Iterable[str]) -> tuple[str, ...]:
 
 Layout = Literal["replicated", "row_sharded", "stage_sharded"]
 Cadence = Literal["step", "meeting"]
-PrefetchKind = Literal["none", "ids", "rows"]
+PrefetchKind = Literal["none", "ids", "rows", "gradients"]
 
 PREFETCH_KINDS: Mapping[str, str] = MappingProxyType(
     {
         "ids": "in a loop over run.batches, ids of prefetched look-ups go two batches early, their rows right after "
         "the step; exact",
         "rows": "as ids, and rows that no rank touches at a step go before it; exact",
+        "gradients": "as rows, and gradients of rows that no rank reads in the next batch follow during it; exact",
     }
 )
 

@@ -35,10 +35,6 @@ __all__ = [
 ]
 
 FORMAT = 3
-GRADIENTS_NO_MORE = (
-    "this plan let gradients follow a step (prefetch 'gradients'), which no longer exists: they leave with their step, "
-    "and rows go early as before; the numbers are the same"
-)
 SIMULTANEOUS = Choice("simultaneous")
 
 Mean = Literal["workers", "weights"]
@@ -216,20 +212,14 @@ class Plan:
                 f"plan: this plan has another format than {FORMAT}, as older versions wrote it; plan again"
             )
         _refuse_other_fields("plan", given, cls)
-        groups, notes = _list("groups", given["groups"]), tuple(given.get("notes", ()))
-        if any(isinstance(group, Mapping) and group.get("prefetch") == "gradients" for group in groups):
-            groups = [
-                {**group, "prefetch": "rows"} if group.get("prefetch") == "gradients" else group for group in groups
-            ]
-            notes = (*notes, GRADIENTS_NO_MORE)
         return cls(
             **{
                 **given,
                 "mesh": _mesh(given["mesh"]),
-                "groups": tuple(_group(group) for group in groups),
+                "groups": tuple(_group(group) for group in _list("groups", given["groups"])),
                 "stages": tuple(_stage(stage) for stage in _list("stages", given.get("stages", ()))),
                 "schedule": _choice(given.get("schedule", asdict(SIMULTANEOUS))),
-                "notes": notes,
+                "notes": tuple(given.get("notes", ())),
             }
         )
 

@@ -8,6 +8,8 @@ Requests are made only right after a round in which every rank said it is idle, 
     the next round    owners say which of the rows are unchanged: no rank touches them in b - 1  (tables that send rows)
     b - 1 begins      those rows leave                                                           (tables that send rows)
     b begins          all other rows leave; they arrive while the forward runs
+    the next round    owners say which rows of b + 1 are unused in b + 2                 (tables that delay gradients)
+    b + 1 begins      gradients of b's rows that are unused now leave, `delayed_gradients` (tables that delay gradients)
 
 What leaves at one moment, of whatever tables, is one message to each rank (`transport/scopes.py`). Masks go with the
 headers of the round. Late rows go with the ids where they are few; else each table's go by themselves, in the order in
@@ -29,6 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,9 +39,9 @@ from torch import Tensor
 from armillary.exchanges.exchange import Counts, Pulled, Staying
 from armillary.exchanges.look_up import BITS, FIRST_COUNT, MADE, MOVED, PREDICTED, announcement_columns, most_of_each
 from armillary.plans.group import PrefetchKind
-from armillary.plans.requests import Program
+from armillary.plans.requests import AllToAll, Program
 from armillary.prefetch.predictor import LookupPredictor
-from armillary.tables.lookups import PiggybackColumns
+from armillary.tables.lookups import Delay, PiggybackColumns, Unused
 from armillary.tables.table import LookUp, RowTable
 from armillary.transport.in_flight import InFlight, start_coalesced
 from armillary.transport.transport import Transport
@@ -121,6 +124,7 @@ class PrefetchedLookup:
         number, bit: its place among the predicted look-ups of its table, and of all.
         keys: sorted distinct, none where this rank only serves. asked, served: rows of and for every rank.
         planned: by rank, whether it predicts to make it.
+        under_way: as `before`, of the batch before that one, of which gradients may arrive late.
         moves: of the rows of its table, if unchanged rows are sent before a step; None: all are sent after it.
         may_send: whether rows of the table may still be sent before a step.
     """
@@ -133,6 +137,7 @@ class PrefetchedLookup:
     served: Counts
     planned: tuple[bool, ...]
     before: Sequence["PrefetchedLookup"]
+    under_way: Sequence["PrefetchedLookup"]
     moves: RowMoves | None
     may_send: bool
     look_up: LookUp = field(default_factory=lambda: LookUp(None, None))
@@ -141,6 +146,7 @@ class PrefetchedLookup:
     is_void: bool = False  # rows sent before the step have moved after all
     wanted: Tensor | None = None  # local rows that are asked of this rank
     sent: Tensor | None = None  # those that were sent before the step
+    unused: InFlight | None = None  # brings which of its rows no rank reads in the next batch
 
     def __post_init__(self) -> None:
         table = self.table
@@ -161,15 +167,25 @@ class PrefetchedLookup:
         return self.planned[self.table.place.rank]
 
     def _unchanged(self, rows: Tensor) -> Tensor:
-        """Of these local rows, those that no rank is predicted to touch in the batch before."""
+        """Of these local rows, those that no rank is predicted to touch in the batch before, and whose gradients are
+        not under way then."""
         self.wanted = rows
         known = [one.wanted for one in self.before if all(one.planned) and one.wanted is not None]
         if not self.may_send or not known or len(known) < len(self.before):
             unchanged = torch.zeros_like(rows, dtype=torch.bool)
         else:
-            unchanged = torch.isin(rows, torch.cat(known), invert=True)
+            late = [one.wanted for one in self.under_way if one.wanted is not None]
+            unchanged = torch.isin(rows, torch.cat([*known, *late]), invert=True)
         self.sent = rows[unchanged]
         return unchanged
+
+    def tell(self, after: Sequence["PrefetchedLookup"]) -> Program[Unused]:
+        """Owners tell which of the rows are unused next: not read by these look-ups, all of the next batch."""
+        assert self.wanted is not None
+        read = torch.cat([one.wanted for one in after if one.wanted is not None])
+        served = torch.isin(self.wanted, read, invert=True)
+        asked = yield AllToAll(served.to(torch.uint8), self.served, self.asked)
+        return Unused(served, asked.bool())
 
     @property
     def has_moved(self) -> bool:
@@ -212,21 +228,25 @@ class Prefetcher:
     Args:
         tables: those of the plan that are pulled, in launch order.
         kinds: how each of them prefetches, by name; those it does not name do not.
+        delay: of gradients.
     """
 
     depth = DEPTH
 
-    def __init__(self, tables: Sequence[RowTable], kinds: Mapping[str, PrefetchKind], transport: Transport):
+    def __init__(
+        self, tables: Sequence[RowTable], kinds: Mapping[str, PrefetchKind], transport: Transport, delay: Delay
+    ):
         named = [table for table in tables if kinds.get(table.name, "none") != "none"]
         self.tables = named[:PREDICTED][::-1]  # as a forward reads
         self.names = {table.name for table in self.tables}
-        self.moves = {t.name: RowMoves(t) for t in self.tables if kinds[t.name] == "rows"}
-        self.transport = transport
+        self.moves = {t.name: RowMoves(t) for t in self.tables if kinds[t.name] in ("rows", "gradients")}
+        self.transport, self.delay = transport, delay
         self.predictor = LookupPredictor()
         self.now = BatchLookups()  # the batch in the loop's hands
         self.coming: list[BatchLookups] = []
         self.announcement = Announcement(self.tables, transport.place.workers)  # of the batch `DEPTH` after it
         self.heard = torch.zeros(self.announcement.shape, dtype=torch.float64)  # of every rank, in the last round
+        self.is_told = True  # of what was known when this batch began
         self.begin_loop()
         self._run(False)
 
@@ -260,11 +280,15 @@ class Prefetcher:
             columns[:, MOVED] = sum(1 << one.bit for one in self.coming[0].look_ups if one.has_moved)
         return PiggybackColumns(columns, self._masks())
 
-    def receive_columns(self, columns: Tensor) -> None:
+    def receive_columns(self, columns: Tensor, read_at: Sequence[float]) -> None:
         self.heard = columns
+        if read_at:
+            self.delay.see_reads(read_at)
 
     def begin_batch(self, batch: Callable[[], Sequence[Tensor]], last: Callable[[], Sequence[Tensor]]) -> None:
+        self.delay.arrive()
         for one in self.now.look_ups:
+            one.unused = None  # it speaks of the batch that comes now
             if one.is_mine:
                 self.predictor.judge(one.table, one.number, one.is_taken)
         heard = self.heard.long()
@@ -276,7 +300,9 @@ class Prefetcher:
         self.now = self.coming.pop(0)
         self._send_late([one.flight for one in new.look_ups])
         self.coming.append(new)
+        self.delay.leave()
         self._send_early()
+        self.is_told = False
         self.predictor.open_batch(batch())
         self.announcement.predict(self.predictor, last())
 
@@ -297,12 +323,27 @@ class Prefetcher:
         if keys is None:
             keys = torch.empty(0, dtype=torch.int64, device=table.shard.device)
         asked, before = tuple(table.ownership.counts(keys)), self.coming[-1].of(table)
+        under_way = self.coming[-2].of(table) if self.delay.delays(table) else []
         moves, may_send = self.moves.get(table.name), table.name not in self.upset
-        return PrefetchedLookup(table, number, bit, keys, asked, served, planned, before, moves, may_send)
+        return PrefetchedLookup(table, number, bit, keys, asked, served, planned, before, under_way, moves, may_send)
 
     def _masks(self) -> list[InFlight]:
-        """What the next round takes along: of the last batch whose ids have left, which rows are unchanged."""
-        return self._going(self.coming[-1], MASKED)
+        """What the next round takes along, once: of the last batch whose ids have left, which rows are unchanged; of
+        the one before, which are unused next."""
+        masks = self._going(self.coming[-1], MASKED)
+        if not self.is_told:
+            self.is_told = True
+            masks += self._tell(*self.coming[-2:])
+        return masks
+
+    def _tell(self, batch: BatchLookups, after: BatchLookups) -> list[InFlight]:
+        """Of every look-up of a batch, which of its rows the one after does not read."""
+        telling = []
+        for one in batch.look_ups:
+            if self.delay.delays(one.table) and (readers := after.of(one.table)):
+                one.unused = InFlight(one.tell(readers), one.table.name, 0)
+                telling.append(one.unused)
+        return telling
 
     def _send_late(self, beginning: Sequence[InFlight]) -> None:
         """Of the batch at hand all rows that have not been sent, and with them the ids of the one that was agreed on.
@@ -314,7 +355,7 @@ class Prefetcher:
                 beginning = ()
         start_coalesced(beginning, self.transport)
         for one in self.now.look_ups:
-            one.before = ()
+            one.before = one.under_way = ()
             one.table.pending.append(one.look_up)
         self.now.stamp = self._stamp()
 
@@ -366,4 +407,12 @@ class Prefetcher:
             elif has_come == one.planned:
                 one.look_up.route = route
             else:
+                one.unused = None
                 one.look_up.route = self.transport.complete(one.route_of(has_come), table.name).route
+
+    def hold(
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        telling = {one.look_up: one.unused for one in self.now.of(table) if one.unused is not None}
+        unused = [telling[one].finish(self.transport) if one in telling else None for one in look_ups]
+        return self.delay.split(table, gradients, routes, unused)

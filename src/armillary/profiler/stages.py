@@ -155,6 +155,9 @@ class _WholeTable:
     def drop_accumulated(self) -> None:
         """It has none."""
 
+    def join(self) -> None:
+        """Nothing waits."""
+
 
 @contextmanager
 def gathering(model: nn.Module, names: Collection[str]) -> Iterator[None]:

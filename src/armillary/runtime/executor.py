@@ -103,6 +103,8 @@ class Executor:
         self.norms = TableNorms(self.tables, self.transport, partial(self.look_ups.serve_until, "asking"))
         for table in self.tables:
             table.norms = self.norms.of
+            table.joins, table.catches_up = self.prefetch.delay.join, self.prefetch.delay.finish
+            table.meets = self.look_ups.meet
             table.reads = torch.compiler.disable(self.look_ups.read)  # a look-up is a graph break
             table.tells = self.look_ups.everyones
         self.removals: list[Callable[[], None]] = []
@@ -247,6 +249,7 @@ class Executor:
     def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
         if not self.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight, self._state(self.doing).rest)
+            self.prefetch.delay.begin_push()
             self.mean_weight = self._mean_weight() if self.mean == "weights" else 1.0
             self._send_state()
         with torch.no_grad():
@@ -269,8 +272,10 @@ class Executor:
         self.look_ups.join_unread(table)
         if not table.pending:
             return _nothing(), 0
+        look_ups = table.pending
         gradients, routes = table.take_gradients(self.scale * self.mean_weight)
         self.on_local_grads([table.name] * len(gradients), gradients)
+        gradients, routes = self.prefetch.hold(table, look_ups, gradients, routes)
         push = table.exchange.push(gradients, routes, table.ownership, table.place)
         return push, table.exchange.push_requests
 
@@ -297,6 +302,7 @@ class Executor:
                 if isinstance(unit, DenseUnit) and not unit.leaves:  # each rank steps by its own
                     self.on_local_grads(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.flights, self.transport)
+            self.prefetch.delay.arrive()
             landed = nonfinite_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
             self._read_states()
             self.backward.end()

@@ -41,7 +41,7 @@ from armillary.session.workload import Batch as MicroBatch
 from armillary.stages.train_spec import StepLosses
 from armillary.tables.build import refuse_reads, unshard_tables
 from armillary.tables.optimizer_state import close_window, open_window, parameter_names
-from armillary.tables.optimizers import holder, members
+from armillary.tables.optimizers import holder, hooks_beside, members
 from armillary.tables.table import RowTable
 
 __all__ = ["UserLoop"]
@@ -94,6 +94,8 @@ class UserLoop:
         for one in members(job.optimizer):
             if self._spread(one):
                 self._undo += refuse_state(one, self._refuse_state)
+        if self.averages:
+            executor.prefetch.delay.stop()
 
     @property
     def rank(self) -> int:
@@ -180,6 +182,7 @@ class UserLoop:
     def settle(self) -> None:
         """Gradients and rows that are under way arrive; every rank must call it."""
         self.serve("idle")
+        self.executor.prefetch.delay.finish()
         if self._stepped:
             self._close_step()
 
@@ -194,6 +197,7 @@ class UserLoop:
     def finish(self, state: State = "finished") -> None:
         """Serves the others until every rank has called this."""
         self.serve(state)
+        self.executor.prefetch.delay.finish()
         self.transport.barrier()
 
     @property
@@ -209,6 +213,7 @@ class UserLoop:
 
     def keep_up(self) -> None:
         self.settle()
+        self.executor.prefetch.delay.stop()
 
     @contextmanager
     def newest(self) -> Iterator[None]:
@@ -340,10 +345,13 @@ class UserLoop:
             self.executor.settle(LATE)
         self.executor.refuse_written()
         self.executor.options.read(optimizer)
+        if hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
+            self.executor.prefetch.delay.join()
         self.executor.before_step()
         with torch.no_grad():
             for table in self._tables_of(optimizer):
                 table.hand_gradient_over()
+            self.executor.prefetch.delay.step(self)
             for table in self._windows(optimizer):
                 open_window(table, optimizer, self.held[table.name])
 

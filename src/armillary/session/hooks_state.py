@@ -122,7 +122,7 @@ def units_of(
             units.append(unit)
     scaler = job.scaler
     scale = partial(float, 1.0) if scaler is None or not scaler.is_enabled() else scaler.get_scale
-    prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], transport)
+    prefetch = prefetch_of(plan, [unit.table for unit in units if isinstance(unit, RowUnit)], job.optimizer, transport)
     executor = Executor(units, transport, plan.mean, first.compare, scale, prefetch)
     if job.check_finite:
         finite = FiniteCheck(transport)

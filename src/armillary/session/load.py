@@ -141,6 +141,7 @@ def _optimizer_by_name(run: UserLoop, saved: SavedState) -> dict[str, Any] | Non
 
 def _drop_gradients(run: UserLoop) -> None:
     """Gradients of before belong to other values; so do the rows a window may still hold."""
+    run.executor.prefetch.delay.finish()
     run.optimizer.zero_grad(set_to_none=True)
     for table in run.tables.values():
         table.pending = []

@@ -178,8 +178,9 @@ def _plans(
         notes = [f"no schedule that owns the loop is taken by price, as {against}"] if against else []
         return {CHOSEN: replace(made, notes=(*made.notes, *notes)).to_json()}
     plans = alternatives(case, wanted)
-    if request.times_prefetch or wanted.prefetch is not False:
-        plans = with_prefetch(plans, case)
+    is_asked = request.times_prefetch or wanted.prefetch is True
+    if is_asked or wanted.prefetch is None:  # unasked, no gradient waits
+        plans = with_prefetch(plans, case, may_wait=is_asked)
     timed = at_once(best(plans, case, request.autotune), case)
     expected = {name: with_expected(plan, case) for name, plan in timed.items()}
     notes = notes_on_hosts(topology)

@@ -319,11 +319,13 @@ def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer)
 
 
 def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, options: Mapping[str, Any]) -> str:
-    """Rows may go before a step only if the optimizer leaves alone rows without a gradient."""
-    if group.prefetch != "rows":
+    """Rows may go before a step, and gradients after it, only if the optimizer leaves alone rows without a gradient."""
+    if group.prefetch not in ("rows", "gradients"):
         return ""
     if exchange.pull_early is None:
         return f"group {group.name!r}: {group.own_exchange} cannot send rows before the step; set prefetch='ids'"
+    if group.prefetch == "gradients" and exchange.part is None:
+        return f"group {group.name!r}: {group.own_exchange} cannot send gradients in two parts; set prefetch='rows'"
     if group.is_lazy or leaves_untouched_rows(optimizer, dict(options)):
         return ""
     return (

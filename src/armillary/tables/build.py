@@ -61,6 +61,8 @@ def row_tensors(
     tables: Mapping[str, RowTable], held: Mapping[str, Held], optimizer: Optimizer, transport: Transport
 ) -> list[RowTensor]:
     """Collective. Widest dtype first, which keeps files aligned. held: see `optimizer_state.py`."""
+    for table in tables.values():
+        table.catches_up()
     found = []
     states = {name: table_state(table, optimizer, held.get(name, {})) for name, table in tables.items()}
     mine = {name: {entry: rows.dtype for entry, rows in state.rows.items()} for name, state in states.items()}

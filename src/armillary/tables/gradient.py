@@ -49,6 +49,8 @@ class NormSource(Protocol):
     @property
     def gradient(self) -> Tensor | None: ...
 
+    def join(self) -> None: ...
+
     def gradient_norms(self, order: float) -> Tensor: ...
 
 
@@ -85,6 +87,8 @@ class GradientHandle(Tensor):
         table = self._known()
         if table is None or table.epoch != self._epoch or table.gradient is None:
             return self.kept
+        table.join()
+        assert table.gradient is not None
         return table.gradient
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -141,6 +145,7 @@ def _norm(gradient: GradientHandle, ord: Any = 2, dim: Any = None, *args: Any, *
     order = 2.0 if order in (None, "fro") else float(order)
     if dim is not None or order <= 0:
         raise _refusal(gradient, f"norm of order {order} over dim {dim}")
+    gradient.table.join()
     return gradient.table.gradient_norms(order)
 
 

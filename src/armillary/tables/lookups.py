@@ -14,16 +14,28 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import Pulled
-from armillary.exchanges.look_up import FIELDS, FLAGS, LookupRequest, LookupRound, State, look_up
+from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, LookupRequest, LookupRound, State, look_up
 from armillary.models.post_accumulate_hook import on_grad_accumulated
 from armillary.plans.requests import gathered, summed
+from armillary.tables.optimizer_state import Held
 from armillary.tables.table import LookUp, RowTable
 from armillary.transport.in_flight import InFlight, start_coalesced
 from armillary.transport.transport import Transport
 
-__all__ = ["LookUps", "NoPrefetch", "PiggybackColumns", "Prefetch", "TableNorms"]
+__all__ = [
+    "Delay",
+    "LookUps",
+    "NoDelay",
+    "NoPrefetch",
+    "PiggybackColumns",
+    "Prefetch",
+    "Stepper",
+    "TableNorms",
+    "Unused",
+]
 
 
 class TableNorms:
@@ -86,10 +98,89 @@ class PiggybackColumns(NamedTuple):
     flights: Sequence[InFlight] = ()
 
 
+class Stepper(Protocol):
+    """Who steps. held: the optimizer state of each table's shard, by table and name."""
+
+    optimizer: Optimizer
+    held: dict[str, Held]
+
+
+class Unused(NamedTuple):
+    """Which of a look-up's rows no rank reads in the next batch: bool, of the rows served and of those asked for."""
+
+    served: Tensor
+    asked: Tensor
+
+
+class Delay(Protocol):
+    """Gradients of a table that may follow later, or none."""
+
+    def delays(self, table: RowTable) -> bool:
+        """Whether gradients of this table may wait, if it is known which."""
+
+    def has_delayed(self, table: RowTable) -> bool:
+        """Whether some of a table's gradients may be waiting."""
+
+    def split(
+        self, table: RowTable, gradients: list[Tensor], routes: list[Any], unused: Sequence[Unused | None]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """As `Prefetch.hold`. unused: by route; None where nobody told."""
+
+    def leave(self) -> None:
+        """A batch begins, on every rank: what waits is sent."""
+
+    def arrive(self) -> None:
+        """What is under way lands and is stepped. Asks nobody."""
+
+    def begin_push(self) -> None:
+        """The first push of a backward is about to leave."""
+
+    def see_reads(self, read_at: Sequence[float]) -> None:
+        """A rank reads rows, at these steps of all ranks."""
+
+    def step(self, stepper: Stepper) -> None:
+        """An optimizer steps now."""
+
+    def join(self) -> None:
+        """A gradient is looked at: what waits of the same step joins it. Collective if anything waits."""
+
+    def finish(self) -> None:
+        """Weights are as if nothing had waited. Collective if anything waits."""
+
+    def stop(self) -> None:
+        """From here on every gradient leaves at once."""
+
+
+class NoDelay:
+    """Every gradient leaves at once."""
+
+    def delays(self, table: RowTable) -> bool:
+        return False
+
+    has_delayed = delays
+
+    def split(
+        self, table: RowTable, gradients: list[Tensor], routes: list[Any], unused: Sequence[Unused | None]
+    ) -> tuple[list[Tensor], list[Any]]:
+        return gradients, routes
+
+    def see_reads(self, read_at: Sequence[float]) -> None:
+        pass
+
+    def step(self, stepper: Stepper) -> None:
+        pass
+
+    def arrive(self) -> None:
+        pass
+
+    leave = begin_push = join = finish = stop = arrive
+
+
 class Prefetch(Protocol):
-    """depth: how many batches a loop draws before their turn."""
+    """depth: how many batches a loop draws before their turn. delay: of gradients."""
 
     depth: int
+    delay: Delay
 
     # A loop over batches. Every rank calls each of these.
     def begin_loop(self) -> None:
@@ -108,18 +199,25 @@ class Prefetch(Protocol):
     def piggyback(self, is_idle: bool) -> PiggybackColumns:
         """What goes with the next round. is_idle: this rank wants no rows by it."""
 
-    def receive_columns(self, columns: Tensor) -> None:
-        """A round's headers are here. columns: (ranks, n), what each rank sent by `piggyback`."""
+    def receive_columns(self, columns: Tensor, read_at: Sequence[float]) -> None:
+        """A round's headers are here. columns: (ranks, n), what each rank sent by `piggyback`. read_at: every rank's
+        step, if some rank reads rows by this round."""
 
     # A backward.
     def seal(self) -> None:
         """All ranks were idle: no rank will make another look-up of this batch. Settles what is to be pushed."""
 
+    def hold(
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """Of a table's gradients, those that leave now, with their routes. The others wait, see `delay`."""
+
 
 class NoPrefetch:
-    """Every look-up is made when it is read."""
+    """Every look-up is made when it is read, every gradient leaves at once."""
 
     depth = 0
+    delay: Delay = NoDelay()
 
     def begin_loop(self) -> None:
         pass
@@ -136,11 +234,16 @@ class NoPrefetch:
     def piggyback(self, is_idle: bool) -> PiggybackColumns:
         return PiggybackColumns()
 
-    def receive_columns(self, columns: Tensor) -> None:
+    def receive_columns(self, columns: Tensor, read_at: Sequence[float]) -> None:
         pass
 
     def seal(self) -> None:
         pass
+
+    def hold(
+        self, table: RowTable, look_ups: Sequence[LookUp], gradients: list[Tensor], routes: list[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        return gradients, routes
 
 
 class LookUps:
@@ -252,7 +355,7 @@ class LookUps:
         assert opening.wait is not None
         headers = opening.wait()
         wanted = [int(code) for code in headers[:, 0].tolist() if code > 0]
-        self.prefetch.receive_columns(headers[:, FIELDS:])
+        self.prefetch.receive_columns(headers[:, FIELDS:], headers[:, STEP].tolist() if wanted else ())
         label = self.pulled[min(wanted) - 1].name if wanted else "look-ups"
         outcome: LookupRound = self.transport.complete(program, label, headers)
         self._remember(outcome, request)
@@ -287,6 +390,12 @@ class LookUps:
         """Every rank is in its backward: no rank will look up for it any more. word: that all are told."""
         self.serve_until("idle", weight, word)
         self.prefetch.seal()
+
+    def meet(self, table: RowTable) -> None:
+        """All of a table's rows are looked at or set, on every rank, while some may still be reading."""
+        if self.prefetch.delay.has_delayed(table):
+            self.serve_until("idle")
+            self.prefetch.delay.finish()
 
     def everyones(self, table: RowTable, part: Tensor) -> Tensor:
         """Collective: what every rank has computed of its rows, (ranks, *part.shape), on the CPU."""

@@ -70,6 +70,8 @@ class RowTable:
 
     reads: answers look-ups. norms: computes the global gradient norms. tells: gives every rank's part of a reduction.
     lists_rows: whether the optimizer is given a window's gradient as a list of its rows.
+    joins, catches_up, meets: bring in gradients under way, before the gradient is looked at; before the rows are, by
+        all ranks at once; and before the rows are, while others may still look up. Collective if any are.
     on_written: told when rows were written to, see `put_back` and `swap_rows`.
     """
 
@@ -83,6 +85,9 @@ class RowTable:
     reads: Callable[["RowTable", Tensor], tuple[Tensor, Tensor]]
     norms: Callable[["RowTable", float], Tensor]
     tells: Callable[["RowTable", Tensor], Tensor] = _untold
+    joins: Callable[[], None] = _nothing
+    catches_up: Callable[[], None] = _nothing
+    meets: Callable[["RowTable"], None] = _nothing
     on_written: Callable[["RowTable", Tensor | None, int], None] = _nothing
     pending: list[LookUp] = field(default_factory=list)
     lists_rows: bool = False
@@ -128,13 +133,14 @@ class RowTable:
 
     @property
     def rows(self) -> Tensor:
-        """The newest rows held here.
+        """The newest rows held here. Collective where gradients of them may be under way.
 
         Raises:
             RuntimeError: inside a backward.
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{self.name}: its values are asked for inside a backward; ask before it, or after it")
+        self.meets(self)
         return self.shard.detach()
 
     def everyones(self, part: Tensor) -> Tensor:
@@ -142,6 +148,7 @@ class RowTable:
         return self.tells(self, part) if self.is_pulled else part.unsqueeze(0)
 
     def load(self, whole: Tensor) -> None:
+        self.meets(self)
         self.shard.copy_(self.part_of(whole.detach().to(self.shard.dtype)))
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -156,7 +163,7 @@ class RowTable:
 
     @property
     def gradient(self) -> Tensor | None:
-        """Gradient of the rows the optimizer holds here, as a plain tensor."""
+        """Gradient of the rows the optimizer holds here, as a plain tensor; without what is under way."""
         held = self.parameter.grad
         return held.kept if isinstance(held, GradientHandle) else held
 
@@ -168,6 +175,10 @@ class RowTable:
         """The optimizer's step begins: it reads the plain tensor."""
         self.epoch += 1
         self.parameter.grad = self.gradient if self.gradient is None or not self.lists_rows else listed(self.gradient)
+
+    def join(self) -> None:
+        """Whoever asks for the gradient gets all of it."""
+        self.joins()
 
     def drop_gradient(self) -> None:
         """Also what was accumulated here and has not left."""
@@ -185,7 +196,7 @@ class RowTable:
 
     def leave_be(self) -> None:
         """Whoever brought its gradients in is gone."""
-        self.on_written = _nothing
+        self.joins = self.catches_up = self.meets = self.on_written = _nothing
 
     # What the executor does.
     @property
