@@ -153,7 +153,7 @@ def test_what_does_not_apply_says_why():
     one = reasons(advised(OneLayer()))
     assert one["Cyclic Data Parallelism"] == one["local losses"] == "one stage: nothing to pipeline"
     assert one["activation compression"] == "one stage: nothing to pipeline"
-    assert one["RePurpose"] and one["KARMA"] == "no stage keeps activations that it could compute again"
+    assert one["RePurpose"] and one["KARMA"].startswith("to compute a stage again spares no memory")
 
 
 def test_a_recurrence_in_a_loop_of_the_models_own_is_found():

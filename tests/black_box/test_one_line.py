@@ -371,6 +371,8 @@ def test_what_cannot_wait_for_the_first_steps_is_refused_by_name_with_the_remedy
     assert "meta device" in said and "batches=" in said, said
     assert "without loss" in said_by(lambda: armillary.parallelize(model, optimizer, [batch_of(0, 0)]))
     assert "without batches" in said_by(lambda: armillary.parallelize(model, optimizer, loss=loss))
+    with pytest.raises(TypeError, match=r"batches is a function, not batches.*call your generator function"):
+        armillary.parallelize(model, optimizer, lambda: iter([batch_of(0, 0)]), loss)
     said = said_by(lambda: armillary.parallelize(model, optimizer, constraints={"wrods.weight": "all_reduce"}))
     assert "did you mean 'words.weight'" in said, said
 

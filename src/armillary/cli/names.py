@@ -230,7 +230,8 @@ def find(name_or_path: str, options: Mapping[str, Any]) -> "Workload":
     if not callable(make):
         raise ValueError(
             f"workload: {name_or_path} has no function workload(**options); "
-            "it must return an object with model(), optimizer(), batches(), loss() and so on"
+            f"it must return an object with {', '.join(f'{name}()' for name in METHODS)}, {', '.join(FIELDS)}. "
+            "For a model in a script, call armillary.advise or armillary.parallelize there"
         )
     made = _make(make, name_or_path, options)
     missing = [f"{name}()" for name in METHODS if not callable(getattr(made, name, None))]

@@ -25,7 +25,7 @@ def _advice(situation: Situation) -> Advice:
         return not_for("one worker: nothing to cut the neurons over")
     x = _input_of(situation.batches[0])
     if x is None:
-        return not_for("a batch begins with no tensor that the model takes")
+        return not_for("a batch begins with no numbers (float32 or float64) for the neurons of a first layer")
     try:
         chain = read(situation.model, x)
     except (ValueError, RuntimeError) as error:

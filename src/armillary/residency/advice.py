@@ -32,12 +32,12 @@ def _advice(situation: Situation) -> Advice:
         return not_for(str(error))
     most, least = kept.played.bound_bytes, least_bytes(kept.chain, None, {})
     if least >= most:
-        return not_for("no stage keeps activations that it could compute again")
+        return not_for("to compute a stage again spares no memory; residency.hold(stages=[...]) takes smaller ones")
     limit = situation.topology.memory_bytes
     budget = limit if least <= limit < most else int(BUDGETED * least)
     found = search(kept.chain, budget, None, {})
     made = ResidencyPlan(kept.chain, found.residencies, found.slots, budget, None, found.gap)
-    forecast = _beside(situation.chosen.forecast, kept, made)
+    forecast = _beside(situation.chosen.forecast, kept, made, situation.workers)
     line = _typed(situation, budget) or f"armillary.residency.hold(model, batches, loss, memory_bytes={budget})"
     return Advice(
         True,
@@ -51,10 +51,11 @@ def _advice(situation: Situation) -> Advice:
     )
 
 
-def _beside(plan: Forecast, kept: ResidencyPlan, made: ResidencyPlan) -> Forecast:
-    """The plan by price with these activations."""
+def _beside(plan: Forecast, kept: ResidencyPlan, made: ResidencyPlan, workers: int) -> Forecast:
+    """The plan by price with these activations; on one worker, which shares nothing, what the room's own plan holds."""
     seconds = plan.seconds + made.forecast.seconds - kept.forecast.seconds
-    peak_bytes = max(0.0, plan.peak_bytes - kept.played.peak_bytes + made.played.peak_bytes)
+    whole = plan.memory_bytes if workers == 1 else kept.played.peak_bytes - plan.peak_bytes
+    peak_bytes = max(0.0, made.played.peak_bytes - whole)
     return replace(plan, seconds=seconds, peak_bytes=peak_bytes, moved_bytes=made.forecast.moved_bytes)
 
 
@@ -66,7 +67,8 @@ def _script(situation: Situation, budget: int) -> str:
     return situation.script(
         "from armillary import residency",
         f"held = residency.hold(model, batches, loss, memory_bytes={budget})",
-        "with held:",
-        "    loss(model, batches[0]).backward()",
-        "print(held.report())",
+        "with held:  # around the loop as it is",
+        "    for batch in batches:",
+        "        loss(model, batch).backward()",
+        "        optimizer.step(), optimizer.zero_grad()",
     )

@@ -107,8 +107,8 @@ class AdvicePage:
         exact = [row for row in training if not row.advice.departures]
         other = [row for row in training if row.advice.departures]
         parts: list[Any] = [f"{self.sentence}\n{self._plan()}"]
-        verb = "To type" if self.typed else "To write"
-        parts += [f"{verb}: {self._begins}, then the last column."] if training else []
+        verb, given = ("To type", "") if self.typed else ("To write", " with batches and loss as here")
+        parts += [f"{verb}: {self._begins}{given}, then the last column."] if any(map(self._option, training)) else []
         parts += [self._table("exact", exact)] if exact else []
         parts += [self._table("not exact", other), _legend(other)] if other else []
         parts += [self._serving(serving)] if serving else []
@@ -189,7 +189,8 @@ class AdvicePage:
             asked = f"armillary advise {self.typed} --script {shlex.quote(row.method)}"
             line = f"{count} lines of Python: {asked if self.typed else f'print(page.script({row.method!r}))'}"
         is_known = advice.forecast is not None or advice.latency_seconds is not None
-        return f"{row.method}: {line}" + ("" if is_known else f" ({NOT_KNOWN}: try {advice.tells})")
+        tells = advice.tells if self.typed else advice.tells.replace("--measure", "measure=True")
+        return f"{row.method}: {line}" + ("" if is_known else f" ({NOT_KNOWN}: try {tells})")
 
     def __str__(self) -> str:
         return page_text(self.page())
@@ -235,7 +236,7 @@ def bottleneck(situation: Situation, step: Simulation) -> str:
     held = cost.memory_bytes + cost.peak_bytes
     speed = topology.link.bytes_per_second * 8
     named = f"{speed / 1e9:g} Gbit/s" if speed >= 1e9 else f"{speed / 1e6:.3g} Mbit/s"
-    where = f"{topology.workers} workers at {named}"
+    where = f"{topology.workers} workers at {named}" if topology.workers > 1 else "1 worker"
     share = f"{waits:.0%} of a step waits for the network"
     what, full = "the network" if waits > MOSTLY else "compute", held / topology.memory_bytes
     memory = f"memory is {full:.0%} full"

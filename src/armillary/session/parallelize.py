@@ -165,6 +165,11 @@ def parallelize(
         return _watched(job, JobRequest(request, autotune=autotune), connecting, keep)
     if batches is None or loss is None:
         raise _half_given("loss", "batches") if batches is None else _half_given("batches", "loss")
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"parallelize: batches is a {type(batches).__name__}, not batches; give a list or a loader, or call your "
+            "generator function"
+        )
     with unmoved(batches):
         subject = ModelToPlan(model, job.optimizer, loss, _drawn(batches), stages)
         asked = JobRequest(_over(request, batches), autotune=autotune)
