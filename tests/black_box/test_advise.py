@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import armillary
 from armillary.cli.main import app
 from armillary.plans import seconds_text
+from forked import command
 
 # The published systems that the library holds, by the name of their row.
 TWELVE = (
@@ -257,10 +258,13 @@ def advice(situation: Situation) -> Advice:
 '''
 
 
-def test_a_strangers_method_has_a_row(typed, tmp_path):
+def test_a_strangers_method_has_a_row(tmp_path):
+    """In a process of its own: what is registered there must not be planned with here."""
     (tmp_path / "stranger.py").write_text(STRANGER)
-    found = json.loads(typed("advise", "recommender", "--small", "--workers", 2, "--import", "stranger.py", "--json"))
-    row = rows_of(found)["gathered sum"]
+    words = ("advise", "recommender", "--small", "--workers", 2, "--import", "stranger.py", "--json")
+    (ended,) = command(words, tmp_path)
+    assert ended.code == 0, ended
+    row = rows_of(json.loads(ended.out))["gathered sum"]
     assert row["applies"] and row["forecast"]["seconds"] > 0 and row["departures"] == []
     assert "--import stranger.py" in row["shell"] and "everyones_sum=*" in row["shell"]
 

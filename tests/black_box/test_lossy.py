@@ -240,7 +240,10 @@ NOT_YET = {  # what another issue, or none, will bring: one sentence each
     ("delayed_all_reduce(by=quantize(bits=8))", ""): "delayed_all_reduce has no by; it may have",
     ("one_device(local_steps=4)", ""): "one_device has no local_steps; it may have",
     ("local_steps(steps=4)", "quantize(bits=8)"): "no schedule 'local_steps'; there are",
-    ("asynchronous", "owned_rows(rows_as=quantize(bits=8))"): "no schedule 'asynchronous'; there are",
+    (
+        "asynchronous",
+        "owned_rows(rows_as=quantize(bits=8))",
+    ): "under schedule asynchronous nothing goes by row",
     ("acco", ""): "no schedule 'acco'; there are",
     ("simultaneous", "one_bit_adam"): "'one_bit_adam', which is no layout and no exchange; there are",
     ("ring", "quantize(bits=8)"): "carries gradients from rank to rank itself",

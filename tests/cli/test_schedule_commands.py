@@ -170,7 +170,10 @@ def test_accumulation_is_exact_planned_verified_and_trained(armillary):
         (("--schedule", "one_device(clip_norm=0)"), "clip wants a positive norm"),
         (("--schedule", "one_device(clip_norm=1, clip_by=all)"), "one of global, stage, previous"),
         (("--schedule", "one_device(clip_by=stage)"), "clip_by=stage wants a clip_norm"),
-        (("--schedule", "spiral"), "no schedule 'spiral'; there are accumulation, delayed_all_reduce, gpipe"),
+        (
+            ("--schedule", "spiral"),
+            "no schedule 'spiral'; there are accumulation, asynchronous, delayed_all_",
+        ),
         (("--schedule", "pipline"), "did you mean 'pipeline'?"),
         (("--schedule", "ring(slack=1"), "is no NAME or NAME(OPTION=VALUE, ...): at its end, want ')'"),
         (("--schedule", "one_device(slack=-1)"), "slack >= 0"),

@@ -121,7 +121,7 @@ def test_stages_of_nearly_equal_cost_unless_the_user_cuts():
             "spiral",
             2,
             {},
-            "no schedule 'spiral'; there are accumulation, delayed_all_reduce, gpipe, local_losses",
+            "no schedule 'spiral'; there are accumulation, asynchronous, delayed_all_reduce, gpipe, local_losses",
         ),
         ("pipline", 2, {}, "did you mean 'pipeline'"),
         ("zero_ring", 2, {"micro_batches": 3}, "has micro_batches=2, got 3"),

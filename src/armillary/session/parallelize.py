@@ -165,11 +165,6 @@ def parallelize(
         return _watched(job, JobRequest(request, autotune=autotune), connecting, keep)
     if batches is None or loss is None:
         raise _half_given("loss", "batches") if batches is None else _half_given("batches", "loss")
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            f"parallelize: batches is a {type(batches).__name__}, not batches; give a list or a loader, or call your "
-            "generator function"
-        )
     with unmoved(batches):
         subject = ModelToPlan(model, job.optimizer, loss, _drawn(batches), stages)
         asked = JobRequest(_over(request, batches), autotune=autotune)
@@ -371,6 +366,11 @@ def _over(request: PlanRequest, batches: Iterable[Any]) -> PlanRequest:
 
 def _drawn(batches: Iterable[Any]) -> Callable[[int], list[Any]]:
     """As many as a profile for so many workers reads, each drawn once: the iterable may be endless."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"parallelize: batches is a {type(batches).__name__}, not batches; give a list or a loader, or call your "
+            "generator function"
+        )
     source, drawn = iter(batches), list[Any]()
 
     def draw(workers: int) -> list[Any]:

@@ -4,8 +4,8 @@ A workload gets what its schedule wants besides, such as heads for stages that l
 (`prepared`).
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -152,20 +152,6 @@ def plan_job(
 def _planned(
     subject: ModelToPlan, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
 ) -> dict[str, str]:
-    """The same; where nothing fits, with the two methods that would do best."""
-    try:
-        return _plans(subject, found, topology, request, owners)
-    except NothingFits as error:
-        would = remedies(situation_of(subject, topology, found))
-        if not would:
-            raise
-        others = "\n".join(f"  {one}" for one in would)
-        raise NothingFits(f"{error}\nOf all methods (armillary advise), these would do best:\n{others}") from None
-
-
-def _plans(
-    subject: ModelToPlan, found: Profile, topology: Topology, request: JobRequest, owners: Mapping[str, OwnerSearch]
-) -> dict[str, str]:
     """The plan, or as many as are to be timed, best first, by name; as JSON, since they cross to the other ranks."""
     _refuse_other_model(found, subject.model)
     if request.plan is not None:
@@ -174,10 +160,12 @@ def _plans(
     if request.autotune < 2 or request.owns_loop:
         against = _against_by_run(subject, wanted)
         is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
-        made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
+        with _naming_remedies(subject, found, topology):
+            made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
         notes = [f"no schedule that owns the loop is taken by price, as {against}"] if against else []
         return {CHOSEN: replace(made, notes=(*made.notes, *notes)).to_json()}
-    plans = alternatives(case, wanted)
+    with _naming_remedies(subject, found, topology):
+        plans = alternatives(case, wanted)
     is_asked = request.times_prefetch or wanted.prefetch is True
     if is_asked or wanted.prefetch is None:  # unasked, no gradient waits
         plans = with_prefetch(plans, case, may_wait=is_asked)
@@ -185,6 +173,19 @@ def _plans(
     expected = {name: with_expected(plan, case) for name, plan in timed.items()}
     notes = notes_on_hosts(topology)
     return {name: replace(plan, notes=(*plan.notes, *notes)).to_json() for name, plan in expected.items()}
+
+
+@contextmanager
+def _naming_remedies(subject: ModelToPlan, found: Profile, topology: Topology) -> Iterator[None]:
+    """Where nothing fits, the error names the two methods that would do best."""
+    try:
+        yield
+    except NothingFits as error:
+        would = remedies(situation_of(subject, topology, found))
+        if not would:
+            raise
+        others = "\n".join(f"  {one}" for one in would)
+        raise NothingFits(f"{error}\nOf all methods (armillary advise), these would do best:\n{others}") from None
 
 
 def _against_by_run(subject: ModelToPlan, wanted: PlanRequest) -> str:
