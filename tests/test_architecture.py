@@ -497,7 +497,7 @@ REACHES_INSIDE = {
     "gossip": {"reference.replicas", "session.truth", "session.twin"},
     "in_situ": {"feeds.folder"},
     "local_losses": {
-        "models.untouched",
+        "models.preserved_state",
         "schedules.cyclic_pipeline",
         "schedules.local_losses",
         "schedules.one_f_one_b",
@@ -509,10 +509,10 @@ REACHES_INSIDE = {
     },
     "local_steps": {"reference.replicas"},
     "lossy": {"reference.replicas", "session.truth", "session.twin"},
-    "mesh": {"models.untouched"},
+    "mesh": {"models.preserved_state"},
     "netlab": {"transport.transport"},
     "out_of_core": {
-        "models.untouched",
+        "models.preserved_state",
         "residency.lanes",
         "residency.planner",
         "residency.stage_costs",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from armillary import local_losses
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from benchmarks.local_losses.nets import BATCH, Data, accuracy, batches, data, loss, resnet20
 
 __all__ = ["WAYS", "step_bytes", "trained"]

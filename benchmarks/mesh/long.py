@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from armillary import tensor
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from benchmarks.mesh.models import Block
 
 WIDE, HEADS, BLOCKS, TOKENS = 32, 4, 4, 8192

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary import residency
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from benchmarks.measuring.memory import begin_watch, peak_bytes, return_freed_memory
 from benchmarks.measuring.record import machine
 from benchmarks.out_of_core.models import MODELS

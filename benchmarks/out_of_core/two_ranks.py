@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary import residency
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from benchmarks.measuring.record import machine
 from benchmarks.out_of_core.job import loss
 from benchmarks.out_of_core.models import MODELS

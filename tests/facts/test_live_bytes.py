@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.profiler.probe import step_bytes
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from torch import nn
 
 import armillary
 from armillary import local_losses
+from armillary.models.preserved_state import LiveBytes
 from armillary.models.split_loss import SplitLoss
-from armillary.models.untouched import LiveBytes
 
 CUTS = {"chunked": ["3"], "three": ["2", "4"], "greedy": ["1", "2", "3", "4", "5"]}
 

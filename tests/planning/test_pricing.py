@@ -19,8 +19,8 @@ from armillary.planning.pricing import (
     row_forecast,
 )
 from armillary.plans import Choice, Forecast, Link, Processor, RowRate, UpdateRate
-from armillary.profiler.reads import Lookups
-from armillary.profiler.reads import row_facts as count_rows
+from armillary.profiler.access_patterns import Lookups
+from armillary.profiler.access_patterns import row_facts as count_rows
 from armillary.reference import lockstep
 from planning_cases import LINKS_ONLY, dense, machines, model, row_facts, table
 

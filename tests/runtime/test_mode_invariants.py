@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import checkpoint
 
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.plans import Choice
 from armillary.reference.versions import Reference
 from armillary.schedules import Clip, read

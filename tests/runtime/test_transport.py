@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 from armillary.plans import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
-from armillary.transport.order import AskedRequest, disagreement
+from armillary.transport.request_order import AskedRequest, disagreement
 from armillary.transport.transport import Transport
 from armillary.transport.watchdog import Timeouts
 from forked import forkserver

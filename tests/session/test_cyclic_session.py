@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from armillary.checkpoint.saved import REST
+from armillary.checkpoint.saved_state import REST
 from armillary.cli.names import find, small
 from armillary.models.split_loss import SplitLoss
 from armillary.planning.planner import plan

@@ -11,7 +11,7 @@ from test_tensor_refusals import OnItsOwn
 from test_tensor_ways import WORLDS
 
 from armillary import Link, Topology, tensor
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.tensor import linear
 
 

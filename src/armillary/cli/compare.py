@@ -8,8 +8,8 @@ from armillary.cli.launch import run_in_workers
 from armillary.cli.names import UNEQUAL
 from armillary.cli.terminal import as_json, console_here, put
 from armillary.plans.units import Page, Table
-from armillary.session.band import Band
 from armillary.session.compare import Compared, ComparedLine, compare_run
+from armillary.session.tolerance import Band
 
 __all__ = ["compare_asked"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from armillary.models.preserved_state import untouched
 from armillary.models.split_loss import Batch, Loss, SplitLoss
 from armillary.models.structure import balanced, take_apart
-from armillary.models.untouched import untouched
 
 __all__ = ["Slice", "Slices", "sliced"]
 

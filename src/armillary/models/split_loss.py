@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from armillary.models.preserved_state import untouched
 from armillary.models.structure import mapped, unopened
-from armillary.models.untouched import untouched
 
 __all__ = ["Autocast", "SplitLoss", "device_type_of", "scaler_refused", "without_autocast"]
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from armillary.models.untouched import untouched
+from armillary.models.preserved_state import untouched
 from armillary.plans.advice import ForwardFacts, Recurrent
 
 __all__ = ["forward_facts"]

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from armillary.models.post_accumulate_hook import on_grad_accumulated
+from armillary.profiler.access_patterns import LATE, NO_LOOKUPS, Lookups, WatchReads, merged
 from armillary.profiler.probe import UNSEEN, has_unseen_reader, rows_of
-from armillary.profiler.reads import LATE, NO_LOOKUPS, Lookups, WatchReads, merged
 
 __all__ = ["LoopWatch", "SeenParameter", "SeenStep", "Told"]
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.exchanges.parcel import touched_rows
+from armillary.models.preserved_state import LiveBytes, untouched
 from armillary.models.structure import OUTSIDE, following
-from armillary.models.untouched import LiveBytes, untouched
 from armillary.plans.profile import Profile
-from armillary.profiler.reads import NO_LOOKUPS, Lookups, Reading, WatchReads
+from armillary.profiler.access_patterns import NO_LOOKUPS, Lookups, Reading, WatchReads
 from armillary.profiler.stages import Activations, CountOperations, StageClock, gathering
 from armillary.transport.transport import Transport
 

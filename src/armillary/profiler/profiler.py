@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from armillary.models.preserved_state import untouched
 from armillary.models.structure import OUTSIDE, stage_of, stage_paths
-from armillary.models.untouched import untouched
 from armillary.plans.parameter import ParameterFact, Reads, RowFacts, StageFact
 from armillary.plans.profile import Profile
+from armillary.profiler.access_patterns import NO_LOOKUPS, Lookups, Reading, WatchReads, row_facts
 from armillary.profiler.loop_watch import SeenStep, Told
 from armillary.profiler.probe import Loss as Loss_profiler
 from armillary.profiler.probe import probe, scalar_loss, stage_seconds, step_bytes
-from armillary.profiler.reads import NO_LOOKUPS, Lookups, Reading, WatchReads, row_facts
 from armillary.profiler.unfit_model import unfit_model
 from armillary.tables.handle import why_fixed
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.models.untouched import untouched
+from armillary.models.preserved_state import untouched
 from armillary.profiler.probe import Loss
 from armillary.tables.handle import TableHandle
 from armillary.transport.transport import Transport

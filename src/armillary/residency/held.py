@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from armillary.models.preserved_state import LiveBytes
 from armillary.models.structure import mark_model, marked, stage_paths, unmark_model
-from armillary.models.untouched import LiveBytes
 from armillary.plans.group import Forecast
 from armillary.plans.units import Page, Table, page_text
 from armillary.residency.hooks import Hooks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.residency.stage_costs import StageCost
 from armillary.residency.swap import SMALL_BYTES, storage_of
 

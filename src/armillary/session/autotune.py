@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from armillary.models.untouched import untouched
+from armillary.models.preserved_state import untouched
 from armillary.plans.plan import Plan
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.plans.units import seconds_text

@@ -29,12 +29,12 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology, read_kept
 from armillary.plans.trace import Trace
-from armillary.session.band import Band
 from armillary.session.events import PlannedJob
 from armillary.session.job import Job
 from armillary.session.measured import Quartiles, measured_in, run_forecast
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.run_folder import keep_decision, refuse_not_ended
+from armillary.session.tolerance import Band
 from armillary.session.traffic_meter import OTHER, STEP, EdgeLabels, way_of
 from armillary.transport.agreement import by_rank_zero
 

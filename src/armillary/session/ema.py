@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from armillary.codecs.registry import Codec
 from armillary.exchanges.look_up import State
-from armillary.models.untouched import untouched
+from armillary.models.preserved_state import untouched
 from armillary.plans.plan import Plan
 from armillary.prefetch.batches import leaves as leaves_in
 from armillary.schedules.edges import Edge, at_eval, is_codable

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from armillary.checkpoint.row_file import StoredRows
-from armillary.checkpoint.saved import SavedState, open_saved, read_rows
+from armillary.checkpoint.saved_state import SavedState, open_saved, read_rows
 from armillary.plans.profile import Profile
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.job import Job

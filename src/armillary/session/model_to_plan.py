@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.planning.link_costs import Upkeep
 from armillary.planning.pricing import Assumptions
 from armillary.profiler.probe import Loss

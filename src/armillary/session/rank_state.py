@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.checkpoint.folder import RowIndex
 from armillary.checkpoint.row_file import FileLayout, FileRecord, RowFile, StoredRows
-from armillary.checkpoint.saved import SavedState
+from armillary.checkpoint.saved_state import SavedState
 from armillary.exchanges.dense import Resharding
 from armillary.exchanges.error_feedback import RESIDUAL
 from armillary.runtime.dense_unit import DenseUnit

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from armillary.checkpoint.folder import APART, Marker, RowIndex, latest_checkpoint, mark, new_folder, next_serial, prune
 from armillary.checkpoint.row_file import FileLayout, FileRecord, RowFile, digest, sync_folder
-from armillary.checkpoint.saved import REST
+from armillary.checkpoint.saved_state import REST
 from armillary.session.health import is_apart, refuse_apart
 from armillary.session.job import Job
 from armillary.session.rank_state import index_of_ranks, own_tensors, write_ranks

@@ -25,10 +25,10 @@ from armillary.runtime.loop_agreement import options_now
 from armillary.runtime.replica_checks import ReplicatedState
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import options_of
-from armillary.session.changes import AttachedState, attached_state, refuse_other_batches
+from armillary.session.attached_state import AttachedState, attached_state, refuse_other_batches
 from armillary.session.data_check import FirstBatches
 from armillary.session.delayed_loop import OwnLoopEngine
-from armillary.session.interpreted import InterpretedEngine, LossBroadcast, Named, held_by_group
+from armillary.session.instruction_engine import InterpretedEngine, LossBroadcast, Named, held_by_group
 from armillary.session.job import Average, TrainJob
 from armillary.session.stage_setup import Engine, set_up_stages
 from armillary.session.traffic_meter import MANY_RECORDS, EdgeLabels, TrafficMeter, way_of

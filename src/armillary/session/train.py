@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.checkpoint.folder import latest_checkpoint
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.plans.mesh import DATA, STAGE
 from armillary.plans.requests import summed
 from armillary.schedules.random_streams import seed_streams

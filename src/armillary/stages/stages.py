@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten
 
+from armillary.models.preserved_state import untouched
 from armillary.models.split_loss import SplitLoss, scaler_refused
 from armillary.models.structure import take_apart
-from armillary.models.untouched import untouched
 from armillary.plans.plan import Plan
 from armillary.profiler.probe import Loss
 from armillary.schedules.registry import options_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.models.untouched import LiveBytes, untouched
+from armillary.models.preserved_state import LiveBytes, untouched
 from armillary.tensor.cut import carry_out, examined
 from armillary.tensor.groups import MeshAxis, dry_mesh
 from armillary.tensor.inventory import Call, calls_of

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from armillary.models.untouched import untouched
+from armillary.models.preserved_state import untouched
 
 __all__ = ["Call", "Inventory", "calls_of", "looked_at", "samples_of", "share_of", "slowest"]
 

@@ -39,10 +39,10 @@ from armillary.plans.requests import (
 from armillary.plans.topology import TURN_BYTES
 from armillary.plans.trace import Record
 from armillary.transport.groups import OpenGroups, start_process_group
-from armillary.transport.order import Messages, OutOfOrder, asked, disagreement, in_numbers, is_doubtful
 from armillary.transport.pairwise import LONG_BYTES, Pairwise
+from armillary.transport.rank_status import CLOSED, LET_GO, CallTracker, StatusStore
+from armillary.transport.request_order import Messages, OutOfOrder, asked, disagreement, in_numbers, is_doubtful
 from armillary.transport.scopes import Pending, Stretches, can_coalesce, coalesced, group_of, named, parted, place_in
-from armillary.transport.status import CLOSED, LET_GO, CallTracker, StatusStore
 from armillary.transport.watchdog import DEFAULT_TIMEOUTS, Timeouts, Watchdog, shared_wait
 
 __all__ = ["Transport", "Wait"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from armillary.transport.status import ABSENT, CLOSED, LET_GO, SILENT, CallTracker, RankStatus, StatusStore
+from armillary.transport.rank_status import ABSENT, CLOSED, LET_GO, SILENT, CallTracker, RankStatus, StatusStore
 
 __all__ = ["DEFAULT_TIMEOUTS", "CrashReport", "Timeouts", "Watchdog", "repeats_others", "shared_wait", "timeout_advice"]
 
