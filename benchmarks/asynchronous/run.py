@@ -5,20 +5,19 @@ slower, and one step in four threefold by lot. Each cell is made once and kept u
 missed.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.asynchronous.job import WAYS
-from benchmarks.measuring.bars import Bar, missed, table
-from benchmarks.measuring.cells import Cells, Enough
-from benchmarks.measuring.page import written
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.cells import Cells
+from benchmarks.measuring.command import Benchmark, Found, command
 from benchmarks.measuring.record import machines
 
 HERE = Path(__file__).parent
@@ -26,33 +25,9 @@ RANKS, BATCHES, ROUNDS = 4, 800, 2
 DELAYS = {"equal": "equally fast", "slow": "one three times slower", "lot": "one step in four threefold, by lot"}
 CLOCKED = ("all_reduce", "owned rows")
 GAIN, NONE = 1.3, 1.1
-Found = Mapping[str, Mapping[str, Any]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="does it work? Its figures say nothing")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--cells", type=int, default=0, help="to make at most, then stop; 0: all")
-    asked = parser.parse_args(arguments)
-    with TemporaryDirectory() as folder:
-        kept = Path(folder) / "results" if asked.small else HERE / "results"
-        cells = Cells(kept, {"small": asked.small, "ranks": RANKS, "batches": BATCHES}, asked.cells)
-        try:
-            if not asked.report:
-                make(cells, asked.small)
-        except Enough:
-            pass
-        found = {
-            path.relative_to(kept).with_suffix("").as_posix(): json.loads(path.read_text())
-            for path in sorted(kept.glob("*/*.json"))
-        }
-    lines, bars = page(found)
-    print("\n".join(lines) if asked.small else written(HERE, lines))
-    return int(bool(missed(bars)))
-
-
-def make(cells: Cells, is_small: bool) -> None:
+def make(cells: Cells, is_small: bool, only: str | None) -> None:
     """Round by round, so that a slow minute falls on every way."""
     small = [("lot", "owned rows"), ("lot", "bound=4")]
     for number in range(1 if is_small else ROUNDS):
@@ -126,4 +101,4 @@ def bars_of(found: Found) -> list[Bar]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, Benchmark(HERE, {"ranks": RANKS, "batches": BATCHES}, make, page)))

@@ -44,13 +44,13 @@ def contenders(rank: int, micro_batches: int, channel: Channel) -> Mapping[str, 
         "cyclic, one step old (2BW)": cyclic_pipeline(STAGES, micro_batches, slack=micro_batches),
     }
     return {
-        "torch GPipe, flush": partial(_of_torch, rank, micro_batches, ScheduleGPipe),
-        "torch 1F1B, flush": partial(_of_torch, rank, micro_batches, Schedule1F1B),
+        "torch GPipe, flush": partial(of_torch, rank, micro_batches, ScheduleGPipe),
+        "torch 1F1B, flush": partial(of_torch, rank, micro_batches, Schedule1F1B),
         **{name: partial(_of_ours, rank, schedule, channel) for name, schedule in ours.items()},
     }
 
 
-def _stage(rank: int) -> nn.Sequential:
+def stage_of(rank: int) -> nn.Sequential:
     """Multi-layer perceptrons one after the other."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rank)
@@ -58,23 +58,23 @@ def _stage(rank: int) -> nn.Sequential:
         return nn.Sequential(*[nn.Sequential(*block) for block in blocks])
 
 
-def _data(micro_batches: int) -> tuple[Tensor, Tensor]:
+def data(micro_batches: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step, (micro_batches x SAMPLES, WIDTH); the same every step."""
     stream = torch.Generator().manual_seed(7)
     whole = torch.randn(2, micro_batches * SAMPLES, WIDTH, generator=stream)
     return whole[0], whole[1]
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def _of_torch(rank: int, micro_batches: int, kind: type[Any]) -> Contender:
-    module, (inputs, targets) = _stage(rank), _data(micro_batches)
+def of_torch(rank: int, micro_batches: int, kind: type[Any]) -> Contender:
+    module, (inputs, targets) = stage_of(rank), data(micro_batches)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     shown = torch.randn(SAMPLES, WIDTH, requires_grad=rank > 0), torch.randn(SAMPLES, WIDTH, requires_grad=True)
     stage = PipelineStage(module, rank, STAGES, torch.device("cpu"), input_args=(shown[0],), output_args=(shown[1],))
-    schedule = kind(stage, micro_batches, loss_fn=_loss)
+    schedule = kind(stage, micro_batches, loss_fn=loss)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -88,11 +88,11 @@ def _of_torch(rank: int, micro_batches: int, kind: type[Any]) -> Contender:
 
 
 def _of_ours(rank: int, schedule: Schedule, channel: Channel) -> Contender:
-    module, (inputs, targets) = _stage(rank), _data(schedule.micro_batches)
+    module, (inputs, targets) = stage_of(rank), data(schedule.micro_batches)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     stages = [Stage(j, nn.Identity(), {}) for j in range(schedule.stages)]
     stages[rank] = Stage(rank, module, {name: name for name, _ in module.named_parameters()})
-    pipeline = Interpreter(stages, optimizer, TrainSpec(schedule, _loss), in_a_row(schedule, rank, channel))
+    pipeline = Interpreter(stages, optimizer, TrainSpec(schedule, loss), in_a_row(schedule, rank, channel))
     batches = list(zip(inputs.split(SAMPLES), targets.split(SAMPLES)))
     return Contender(
         partial(pipeline.step, batches), pipeline.settle, lambda: [p.detach() for p in module.parameters()]

@@ -4,7 +4,6 @@ Quality comes from one process: ranks of a ring on scanned digits. Seconds come 
 cell is made once and kept under results/, so the page may be made over several calls. Exit code 1 if a bar is missed.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,47 +16,22 @@ import torch
 
 from benchmarks.gossip import forecast, quality
 from benchmarks.gossip.timed import CONTENDERS, LIVE_FROM, LIVE_STEPS, SETTLED, WHOLE, workload
-from benchmarks.measuring.bars import Bar, missed, table
-from benchmarks.measuring.cells import Cells, Enough
-from benchmarks.measuring.page import written
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.cells import Cells
+from benchmarks.measuring.command import Benchmark, Found, command
 from benchmarks.measuring.record import machines
-from benchmarks.netlab import Lab, LabUnavailable
+from benchmarks.netlab import Lab
 
 HERE = Path(__file__).parent
 RANKS, STEPS, SEEDS, SPLITS = 8, 800, (0, 1, 2), ("shuffled", "by label")
 HOSTS, MBIT, TURN = 4, 20, 6
 TURNS = (("keep", 0), ("keep at 1.05", 0), ("all_reduce", 0), ("keep", 1))  # each between two turns of D-PSGD
 SPANS = ((30, 60), (60, 110), (110, 160))  # of passes that the one process looks at
-Found = Mapping[str, Mapping[str, Any]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="does it work? Its figures say nothing")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--only", choices=("quality", "seconds"))
-    parser.add_argument("--cells", type=int, default=0, help="to make at most, then stop; 0: all")
-    asked = parser.parse_args(arguments)
+def _make(cells: Cells, is_small: bool, only: str | None) -> None:
     torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
-        kept = Path(folder) / "results" if asked.small else HERE / "results"
-        cells = Cells(kept, {"small": asked.small, "ranks": RANKS, "mbit": MBIT}, asked.cells)
-        settled = Path(folder) / "settled" if asked.small else HERE.parents[1] / ".cache" / "gossip"
-        try:
-            if not asked.report:
-                _make(cells, settled, asked.small, asked.only)
-        except Enough:
-            pass
-        found = {
-            path.relative_to(kept).with_suffix("").as_posix(): json.loads(path.read_text())
-            for path in sorted(kept.glob("*/*.json"))
-        }
-    lines, bars = page(found)
-    print("\n".join(lines) if asked.small else written(HERE, lines))
-    return int(bool(missed(bars)))
-
-
-def _make(cells: Cells, settled: Path, is_small: bool, only: str | None) -> None:
+    settled = cells.folder.parent / "settled" if is_small else HERE.parents[1] / ".cache" / "gossip"
     seeds, steps = (SEEDS[:1], 40) if is_small else (SEEDS, STEPS)
     if only != "seconds":
         for split, seed, way in ((split, seed, way) for split in SPLITS for seed in seeds for way in quality.WAYS):
@@ -200,7 +174,4 @@ def _foreseen(found: Found, per_byte: float, whole: float) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except LabUnavailable as reason:
-        raise SystemExit(f"no network lab here: {reason}") from None
+    sys.exit(command(__doc__, Benchmark(HERE, {"ranks": RANKS, "mbit": MBIT}, _make, page, ("quality", "seconds"))))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B
 
 from armillary import local_losses
 from armillary.schedules import Schedule
@@ -27,10 +27,10 @@ from armillary.stages.partition import Stage
 from armillary.stages.train_spec import TrainSpec, in_a_row
 from armillary.transport.point_to_point import CountedChannel
 from armillary.transport.transport import Transport
+from benchmarks.cyclic_pipeline.contenders import LEARNING_RATE, SAMPLES, STAGES, WIDTH, data, loss, of_torch, stage_of
 from benchmarks.local_losses.run import CYCLIC, EXACT, OURS, TORCH
 
-STAGES, MICRO_BATCHES, BLOCKS, WIDTH, SAMPLES = 2, 2, 4, 768, 64
-FILLING = 2
+MICRO_BATCHES, FILLING = 2, 2
 
 
 @dataclass(frozen=True)
@@ -83,60 +83,29 @@ def _block(contender: Contender, steps: int, transport: Transport) -> float:
     return transport.agree_largest([mine])[0]
 
 
-def _stage(rank: int) -> nn.Sequential:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rank)
-        blocks = [(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(BLOCKS)]
-        return nn.Sequential(*[nn.Sequential(*block) for block in blocks])
-
-
-def _data() -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step, (samples of all micro-batches, WIDTH)."""
-    whole = torch.randn(2, MICRO_BATCHES * SAMPLES, WIDTH, generator=torch.Generator().manual_seed(7))
-    return whole[0], whole[1]
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
 def _own_loss(stage: nn.Module, output: Tensor, target: Tensor, loss: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     assert isinstance(stage, local_losses.HeadedPart)
     return stage.own_loss(output, target, loss)
 
 
 def _of_ours(schedule: Schedule, transport: Transport) -> Contender:
-    rank, (inputs, targets) = transport.place.rank, _data()
-    module: nn.Module = _stage(rank)
+    rank, (inputs, targets) = transport.place.rank, data(MICRO_BATCHES)
+    module: nn.Module = stage_of(rank)
     if rank in schedule.uncoupled:
         module = local_losses.HeadedPart(module, nn.Linear(WIDTH, WIDTH))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     stages = [Stage(j, nn.Identity(), {}) for j in range(STAGES)]
     stages[rank] = Stage(rank, module, {name: name for name, _ in module.named_parameters()})
     channel = CountedChannel(transport)
-    spec = TrainSpec(schedule, _loss, objectives=dict.fromkeys(schedule.uncoupled, _own_loss))
+    spec = TrainSpec(schedule, loss, objectives=dict.fromkeys(schedule.uncoupled, _own_loss))
     pipeline = Interpreter(stages, optimizer, spec, in_a_row(schedule, rank, channel))
     step = partial(pipeline.step, list(zip(inputs.split(SAMPLES), targets.split(SAMPLES), strict=True)))
     return Contender(step, pipeline.settle, lambda: sum(many for many, _ in channel.take().values()))
 
 
 def _of_torch(transport: Transport) -> Contender:
-    rank, (inputs, targets) = transport.place.rank, _data()
-    module = _stage(rank)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    shown = torch.randn(SAMPLES, WIDTH, requires_grad=rank > 0), torch.randn(SAMPLES, WIDTH, requires_grad=True)
-    stage = PipelineStage(module, rank, STAGES, torch.device("cpu"), input_args=(shown[0],), output_args=(shown[1],))
-    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_loss)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        if rank == 0:
-            schedule.step(inputs)
-        else:
-            schedule.step(target=targets)
-        optimizer.step()
-
-    return Contender(step, lambda: None, lambda: -1.0)
+    torchs = of_torch(transport.place.rank, MICRO_BATCHES, Schedule1F1B)
+    return Contender(torchs.step, torchs.settle, lambda: -1.0)
 
 
 if __name__ == "__main__":

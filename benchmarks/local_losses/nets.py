@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from armillary.workloads.images import FASHION_MNIST, fashion_mnist
 
-__all__ = ["Data", "accuracy", "batches", "data", "is_there", "loss", "resnet20"]
+__all__ = ["FASHION_MNIST", "Data", "accuracy", "batches", "data", "loss", "resnet20"]
 
 BATCH = 64
 
@@ -21,10 +21,6 @@ class Data(NamedTuple):
 
     images: Tensor
     labels: Tensor
-
-
-def is_there() -> bool:
-    return FASHION_MNIST.is_dir()
 
 
 @cache

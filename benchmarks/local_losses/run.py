@@ -4,7 +4,6 @@ Needs Debian's dataset-fashion-mnist, and for a shaped link root and iproute2. A
 results/, so the page may be made over several calls. Exit code 1 if a bar is missed.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -15,10 +14,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.local_losses.accuracy import WAYS, step_bytes, trained
-from benchmarks.local_losses.nets import is_there
-from benchmarks.measuring.bars import Bar, missed, table
-from benchmarks.measuring.cells import Cells, Enough
-from benchmarks.measuring.page import written
+from benchmarks.local_losses.nets import FASHION_MNIST
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.cells import Cells
+from benchmarks.measuring.command import Benchmark, Found, command
 from benchmarks.measuring.record import machine, machines
 from benchmarks.netlab.lab import Lab
 
@@ -28,35 +27,6 @@ WANTED_WAYS = ("backpropagation", "local", "frozen lower part")  # made first
 OURS, EXACT, TORCH, CYCLIC = "local_losses", "one_f_one_b", "torch Schedule1F1B", "cyclic pipeline"
 LINKS = (0, 25)  # Mbit/s; 0: loopback. At 25 an activation is as long on the link as a stage computes
 ROUNDS = 8
-
-Found = Mapping[str, Mapping[str, Any]]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="does it work? Few images and steps, nothing is kept")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--cells", type=int, default=0, help="stop behind so many new cells; 0: all")
-    parser.add_argument("--only", choices=("accuracy", "speed"), help="make these cells; the others stay")
-    options = parser.parse_args()
-    if not options.report and not is_there():
-        print("local_losses: SKIPPED, nothing measured: no Fashion-MNIST here (apt-get install dataset-fashion-mnist)")
-        return 0
-    with TemporaryDirectory() as folder:
-        kept = Path(folder) if options.small else HERE / "results"
-        cells = Cells(kept, {"images": IMAGES, "epochs": EPOCHS, "small": options.small}, options.cells)
-        try:
-            if not options.report:
-                _make(cells, options.small, options.only)
-        except Enough:
-            pass
-        found = {
-            path.relative_to(kept).with_suffix("").as_posix(): json.loads(path.read_text())
-            for path in kept.glob("*/*.json")
-        }
-        lines, bars = page(found)
-        print("\n".join(lines) if options.small else written(HERE, lines))
-    return int(bool(missed(bars)))
 
 
 def _make(cells: Cells, is_small: bool, only: str | None) -> None:
@@ -170,4 +140,9 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(
+        command(
+            __doc__,
+            Benchmark(HERE, {"images": IMAGES, "epochs": EPOCHS}, _make, page, ("accuracy", "speed"), FASHION_MNIST),
+        )
+    )

@@ -4,7 +4,6 @@ Time to an accuracy is steps to it, in one process, times seconds a step, on fou
 made once and kept under results/, so the page may be made over several calls. Exit code 1 if a bar is missed.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -19,10 +18,10 @@ import torch
 
 from benchmarks.local_steps import quality
 from benchmarks.local_steps.training import HOSTS, SPLITS
-from benchmarks.measuring.bars import Bar, missed, table
-from benchmarks.measuring.cells import Cells, Enough
-from benchmarks.measuring.page import written
-from benchmarks.netlab import Lab, LabUnavailable
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.cells import Cells
+from benchmarks.measuring.command import Benchmark, Found, command
+from benchmarks.netlab import Lab
 
 HERE = Path(__file__).parent
 MBIT, STEPS, EVERY, SEEDS = 20, 384, 32, (0, 1, 2)
@@ -40,33 +39,10 @@ SECONDS = {  # cell -> Mbit/s, contenders, period, steps a turn, turns each
 }
 LIVE = ("H = 32", 32, 192)  # way, period, steps
 EXACT_STEPS = {"PowerSGD": 10}  # that begin it, as DDP's; so its first turn is left out
-Found = Mapping[str, Mapping[str, Any]]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="does it work? Its figures say nothing")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--only", choices=("quality", "seconds"))
-    parser.add_argument("--cells", type=int, default=0, help="to make at most, then stop; 0: all")
-    asked = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
-        kept = Path(folder) / "results" if asked.small else HERE / "results"
-        cells = Cells(kept, {"small": asked.small, "mbit": MBIT, "steps": STEPS}, asked.cells)
-        try:
-            if not asked.report:
-                _make(cells, asked.small, asked.only)
-        except Enough:
-            pass
-        paths = sorted(kept.glob("*/*.json"))
-        found = {path.relative_to(kept).with_suffix("").as_posix(): json.loads(path.read_text()) for path in paths}
-    lines, bars = page(found)
-    print("\n".join(lines) if asked.small else written(HERE, lines))
-    return int(bool(missed(bars)))
 
 
 def _make(cells: Cells, is_small: bool, only: str | None) -> None:
+    torch.set_num_threads(1)
     seeds, steps = (SEEDS[:1], 8) if is_small else (SEEDS, STEPS)
     looks = list(range(0, steps + 1, 4 if is_small else EVERY))
     if only != "seconds":
@@ -195,7 +171,4 @@ def _text(value: float, digits: int) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    except LabUnavailable as reason:
-        raise SystemExit(f"no network lab here: {reason}") from None
+    sys.exit(command(__doc__, Benchmark(HERE, {"mbit": MBIT, "steps": STEPS}, _make, page, ("quality", "seconds"))))

@@ -36,10 +36,6 @@ def vgg(width: int = 128) -> nn.Sequential:
 NETS = {"mlp": mlp, "vgg": vgg}
 
 
-def is_there() -> bool:
-    return FOLDER.is_dir()
-
-
 def images(split: str) -> tuple[Tensor, Tensor]:
     """(n, 1, 28, 28) in 0 to 1 and labels, of "train" or "t10k"."""
     pixels, labels = (

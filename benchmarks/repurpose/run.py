@@ -4,7 +4,6 @@ Needs Debian's dataset-fashion-mnist, and for latencies root and iproute2. Nets 
 once and kept under results/, so the page may be made over several calls. Exit code 1 if a bar is missed.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,12 +17,12 @@ from armillary.repurpose.cut_chain import NeuronPlacement
 from armillary.repurpose.layer_chain import read
 from armillary.repurpose.restructuring import Steps
 from armillary.repurpose.search import searched
-from benchmarks.measuring.bars import Bar, missed, table
-from benchmarks.measuring.cells import Cells, Enough
-from benchmarks.measuring.page import written
+from benchmarks.measuring.bars import Bar, table
+from benchmarks.measuring.cells import Cells
+from benchmarks.measuring.command import Benchmark, command
 from benchmarks.measuring.record import machine, machines
 from benchmarks.netlab.lab import Lab
-from benchmarks.repurpose.nets import JUDGES, KEPT, NETS, accuracy, calibration, images, is_there, trained
+from benchmarks.repurpose.nets import FOLDER, JUDGES, KEPT, NETS, accuracy, calibration, images, trained
 
 HERE = Path(__file__).parent
 WORKERS, SEEDS, DROP = 4, (0, 1, 2), 0.01
@@ -37,35 +36,7 @@ MBITS, BATCHES = (10, 100, 1), (1, 32)  # the slowest link last: it takes minute
 SERVED = {"ours": "all three", "contiguous, pruned": "pruning alone"}  # on the links, seed 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="does it work? Tiny nets, nothing is kept")
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--cells", type=int, default=0, help="stop behind so many new cells; 0: all")
-    parser.add_argument("--only", choices=("cuts", "latency"), help="make these cells; the others stay")
-    options = parser.parse_args()
-    if not options.report and not is_there():
-        print("repurpose: SKIPPED, nothing measured: no Fashion-MNIST here (apt-get install dataset-fashion-mnist)")
-        return 0
-    with TemporaryDirectory() as folder:
-        kept = Path(folder) if options.small else HERE / "results"
-        cells = Cells(kept, {"workers": WORKERS, "drop": DROP, "small": options.small}, options.cells)
-        try:
-            if not options.report:
-                _make(cells, kept, options.small, options.only)
-        except Enough:
-            pass
-        found = {
-            path.relative_to(kept).with_suffix("").as_posix(): json.loads(path.read_text())
-            for path in kept.glob("*/*.json")
-        }
-        lines, bars = page(found)
-        text = "\n".join(lines) if options.small else written(HERE, lines)
-    print(text)
-    return int(bool(missed(bars)))
-
-
-def _make(cells: Cells, kept: Path, is_small: bool, only: str | None) -> None:
+def _make(cells: Cells, is_small: bool, only: str | None) -> None:
     seeds = SEEDS[:1] if is_small else SEEDS
     if only != "latency":
         for name, steps, seed in ((name, steps, seed) for name in NETS for seed in seeds for steps in STEPS):
@@ -225,4 +196,6 @@ def _spread(values: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(
+        command(__doc__, Benchmark(HERE, {"workers": WORKERS, "drop": DROP}, _make, page, ("cuts", "latency"), FOLDER))
+    )

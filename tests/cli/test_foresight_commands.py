@@ -15,31 +15,6 @@ SMALL = ("language_model", "--small")
 PNG = b"\x89PNG"
 
 
-@pytest.fixture
-def armillary(tmp_path, monkeypatch):
-    """Runs the command in an empty folder; gives its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        return done.exit_code, done.stdout, done.stderr
-
-    return run
-
-
-@pytest.fixture
-def refused(armillary):
-    """Runs the command, which must fail with one line on stderr, and gives that line."""
-
-    def run(*arguments, expected=2):
-        code, out, err = armillary(*arguments)
-        assert (code, out) == (expected, ""), (out, err)
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-        return err.strip()
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def once(tmp_path_factory):
     """A folder with a profile, hand-written machines of 8 workers, and a plan for both; measured once for all tests."""

@@ -4,9 +4,7 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
-from armillary.cli.main import app
 from armillary.plans import Link, Plan, Topology
 from armillary.schedules import SCHEDULES, options_of
 from armillary.schedules.cyclic import cyclic
@@ -21,18 +19,6 @@ def on_one(*options: str) -> tuple[str, ...]:
     """Three staggered micro-batches in one process."""
     choice = ", ".join(("micro_batches=3", *options))
     return ("--schedule", f"one_device({choice})", "--workers", "1")
-
-
-@pytest.fixture
-def armillary(tmp_path, monkeypatch):
-    """Runs the command in an empty folder; gives its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        return done.exit_code, done.stdout, done.stderr
-
-    return run
 
 
 def test_plan_prints_the_picture_of_the_schedule_below_the_table_and_that_it_is_not_exact(armillary, tmp_path):

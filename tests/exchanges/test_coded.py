@@ -15,23 +15,29 @@ CODED = (
     "quantize(bits=8, tile=8)", "quantize(bits=2, tile=8)", "one_bit(tile=8)", "lower_precision(dtype=bfloat16)",
     "hadamard(quantize(bits=4, tile=64))", "top_k(keep=0.25)", "random_k(keep=0.25)",
 )  # fmt: skip
+OTHERS = (
+    "low_rank(rank=1, start=2)", "low_rank(rank=1, start=0, alternate=True)",  # of the net's (6, 6) and (6, 5)
+    "threshold(sparsity=0.75, lifespan=3, small=7)",  # two of the net's tensors are small
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("text", CODED)
+@pytest.mark.parametrize("text", [*CODED, *OTHERS])
 def test_workers_train_bit_for_bit_as_the_oracle_says(text):
     """Ranks, dtypes, optimizers; a step that overflows on one rank; parameters that few or none use."""
-    for count in (1, 2, 3, 8) if text in CODED[:2] else (1, 2, 3):
+    for count in (1, 2, 3, 4, 8) if text in (*CODED[:2], *OTHERS) else (1, 2, 3):
         assert trained(text, count, torch.float64) == [], count
     for dtype in (torch.float32, torch.bfloat16):
         assert trained(text, 3, dtype) == [], dtype
-    for optimizer in OPTIMIZERS if text == CODED[0] else ():  # which know nothing of codecs
+    for optimizer in OPTIMIZERS if text in (CODED[0], *OTHERS) else ():  # which know nothing of codecs
         assert trained(text, 3, torch.float32, optimizer) == [], optimizer
-    for wire, counts in (("gathered", (4,)), ("scattered", (2, 4))):  # two workers gather anyway
+    for wire, counts in (
+        (("gathered", (4,)), ("scattered", (2, 4))) if text in CODED else ()
+    ):  # two workers gather anyway
         other = text.removesuffix(")") + f", wire={wire})"
         assert all(trained(other, count, torch.float32) == [] for count in counts), wire
 
 
-@pytest.mark.parametrize("text", CODED)
+@pytest.mark.parametrize("text", [*CODED, *OTHERS])
 def test_means_by_weight_and_scaled_losses_change_no_bit(text):
     """A residual is kept in units of gradients: a loss scale that doubles and halves leaves no trace."""
     assert trained(text, 3, torch.float64, weights=[1.0, 0.0, 3.0]) == []
@@ -125,6 +131,13 @@ BAD = {
     "top_k(keep=2)": "above 0 and at most 1, got 2",
     "quantize(bit=8)": "quantize refuses options",
     "quantize(feedback=no)": "want feedback True or False, got 'no'",
+    "threshold(sparsity=1)": "sparsity of 0 or more and below 1, got 1",
+    "threshold(sparsity=-0.1)": "sparsity of 0 or more and below 1, got -0.1",
+    "threshold(lifespan=0)": "lifespan as a whole number of 1 or more, got 0",
+    "threshold(small=-1)": "small as a whole number of 0 or more, got -1",
+    "low_rank(rank=0)": "rank as a whole number of 1 or more, got 0",
+    "low_rank(start=-1)": "start as a whole number of 0 or more, got -1",
+    "low_rank(alternate=false)": "wants alternate=True or alternate=False, got 'false'",
 }
 
 

@@ -1,6 +1,5 @@
-"""Dynamic thresholds as they run, held bit for bit to their oracle; the share that passes."""
+"""Dynamic thresholds: the share that passes, and what is sent for it."""
 
-import pytest
 import torch
 
 from armillary.codecs.threshold import sparse_bytes
@@ -8,23 +7,9 @@ from armillary.exchanges import Parcel, RankInfo
 from armillary.exchanges.threshold import is_due
 from armillary.plans import Layout
 from armillary.reference import lockstep
-from in_lockstep import OPTIMIZERS, built, trained
+from in_lockstep import built
 
-TEXT = "threshold(sparsity=0.75, lifespan=3, small=7)"  # two of the net's tensors are small
-
-
-def test_workers_train_bit_for_bit_as_the_oracle_says():
-    for count in (1, 2, 3, 4, 8):
-        assert trained(TEXT, count, torch.float64) == [], count
-    for dtype in (torch.float32, torch.bfloat16):
-        assert trained(TEXT, 3, dtype) == [], dtype
-    for optimizer in OPTIMIZERS:
-        assert trained(TEXT, 3, torch.float32, optimizer) == [], optimizer
-
-
-def test_means_by_weight_and_scaled_losses_change_no_bit():
-    assert trained(TEXT, 3, torch.float64, weights=[1.0, 0.0, 3.0]) == []
-    assert trained(TEXT, 3, torch.float32, scales=(1024.0, 2048.0, 512.0)) == []
+TEXT = "threshold(sparsity=0.75, lifespan=3, small=7)"
 
 
 def pushed(exchange, values, states, workers=2):
@@ -92,17 +77,3 @@ def test_a_layer_of_zeros_sends_nothing_and_a_small_one_everything():
     assert sent == [1 + 8 * 3] * 2 and not out[0].any()
     out, states, _ = pushed(exchange, few, begun(exchange, 100))
     assert torch.equal(out[0], 2 * few[0]) and not states[0]["residual"].any()
-
-
-BAD = {
-    "threshold(sparsity=1)": "sparsity of 0 or more and below 1, got 1",
-    "threshold(sparsity=-0.1)": "sparsity of 0 or more and below 1, got -0.1",
-    "threshold(lifespan=0)": "lifespan as a whole number of 1 or more, got 0",
-    "threshold(small=-1)": "small as a whole number of 0 or more, got -1",
-}
-
-
-@pytest.mark.parametrize("text", BAD)
-def test_bad_options_are_refused(text):
-    with pytest.raises(ValueError, match=BAD[text]):
-        built(text)
