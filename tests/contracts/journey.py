@@ -254,3 +254,19 @@ def truth_after(steps: int, workers: int, shelf: Any, choice: Choice) -> Replica
         for step in range(steps):
             truth.step([batch_of(worker, step) for worker in range(workers)], loss)
         return truth
+
+
+def with_push(change):
+    """A fault in every group's push: change(result, next state, place, state before) -> both, otherwise."""
+
+    def fault(run):
+        for unit in run._engine.executor.units:
+            push = unit.exchange.push
+
+            def faulty(parcel, state, place, push=push):
+                result, after = yield from push(parcel, state, place)
+                return change(result, after, place, state)
+
+            unit.exchange = unit.exchange._replace(push=faulty)
+
+    return fault

@@ -12,7 +12,18 @@ from armillary.exchanges import build_dense
 from armillary.exchanges import gossip as shelf_file
 from armillary.plans import Choice
 from armillary.session.attach import attach
-from contracts.journey import adam, batch_of, loss, net, one_step, planned, saved_and_resumed, unlike, verified
+from contracts.journey import (
+    adam,
+    batch_of,
+    loss,
+    net,
+    one_step,
+    planned,
+    saved_and_resumed,
+    unlike,
+    verified,
+    with_push,
+)
 
 STEPS, FEW_STEPS = 45, 16
 OPTIONS = {"horizon": 1.0, "cap": 4, "start": 3}
@@ -137,18 +148,7 @@ def test_horizon_0_is_d_psgd(crew, mixing):
 
 def with_state(change):
     """A fault in what every group remembers: change(before, after) -> after, otherwise."""
-
-    def fault(run):
-        for unit in run._engine.executor.units:
-            push = unit.exchange.push
-
-            def faulty(parcel, state, place, push=push):
-                result, after = yield from push(parcel, state, place)
-                return result, change(state, after)
-
-            unit.exchange = unit.exchange._replace(push=faulty)
-
-    return fault
+    return with_push(lambda result, after, place, before: (result, change(before, after)))
 
 
 def copy_of_another_rank(run):

@@ -21,6 +21,7 @@ from contracts.journey import (
     trained_beside,
     unlike,
     verified,
+    with_push,
 )
 
 MEAN = Choice("local_steps", {"steps": 2})
@@ -189,42 +190,26 @@ def test_a_momentum_that_is_not_saved_shows(crew, tmp_path):
     assert all(unlike(one, other) for (_, one), (_, other) in zip(whole, lost, strict=True))
 
 
-def with_meeting(change):
-    """A fault in every group's push: change(result, next state, place, state before) -> both, otherwise."""
-
-    def fault(run):
-        for unit in run._engine.executor.units:
-            push = unit.exchange.push
-
-            def faulty(parcel, state, place, push=push):
-                result, after = yield from push(parcel, state, place)
-                return change(result, after, place, state)
-
-            unit.exchange = unit.exchange._replace(push=faulty)
-
-    return fault
-
-
 def outer_sign(run):
     def change(result, after, place, before):
         other = 2 * before["anchor"] - result.values
         return result.answered(other, result.tail), {**after, "anchor": other}
 
-    with_meeting(change)(run)
+    with_push(change)(run)
 
 
 def momentum_dropped(run):
     def change(result, after, place, before):
         return result, {**after, "momentum": torch.zeros_like(after["momentum"])}
 
-    with_meeting(change)(run)
+    with_push(change)(run)
 
 
 def divided_twice(run):
     def change(result, after, place, before):
         return result.answered(result.values / place.workers, result.tail), after
 
-    with_meeting(change)(run)
+    with_push(change)(run)
 
 
 @pytest.mark.parametrize("fault", [None, outer_sign, momentum_dropped, divided_twice])

@@ -7,7 +7,7 @@ from armillary.exchanges import build_dense, dense_exchange
 from armillary.plans import Choice
 from armillary.runtime.dense_unit import DenseUnit
 from contracts import test_identity_codec, test_meet_every, test_ring_gossip, test_top_k
-from contracts.journey import batch_of, compared, registered, sick_at_2, trained_beside
+from contracts.journey import batch_of, compared, registered, sick_at_2, trained_beside, with_push
 
 
 # Bit for bit where the order of sums is the method's own.
@@ -51,24 +51,8 @@ def test_a_group_that_is_not_due_asks_for_nothing(crew, name):
         assert [len(step) > 0 for step in asked] == [False, True] * 3
 
 
-def with_push(change):
-    """A fault in every group's program: change(result, next state, place) -> both, otherwise."""
-
-    def fault(run):
-        for unit in run._engine.executor.units:
-            push = unit.exchange.push
-
-            def faulty(parcel, state, place, push=push):
-                result, after = yield from push(parcel, state, place)
-                return change(result, after, place)
-
-            unit.exchange = unit.exchange._replace(push=faulty)
-
-    return fault
-
-
 def residual_dropped(run):
-    def change(result, after, place):
+    def change(result, after, place, before):
         return result, {entry: torch.zeros_like(value) for entry, value in after.items()}
 
     return with_push(change)(run)
@@ -77,14 +61,14 @@ def residual_dropped(run):
 def tail_coded_too(run):
     """Its small numbers are left out, as those of the values."""
 
-    def change(result, after, place):
+    def change(result, after, place, before):
         return result.answered(result.values, result.tail * (result.tail >= place.workers)), after
 
     return with_push(change)(run)
 
 
 def mean_instead_of_sum(run):
-    def change(result, after, place):
+    def change(result, after, place, before):
         return result.answered(result.values / place.workers, result.tail), after
 
     return with_push(change)(run)

@@ -116,20 +116,29 @@ def _taken_and_kept(real):
     return take
 
 
-def test_order_that_is_lost_on_resume(store, monkeypatch):
+def resumed(store, plant=lambda: None):
+    """What is trained by a stream that goes on from its state after seven batches; plant: done between the two."""
     put(store, range(40))
     window = feeds.Reservoir(8)
     with feeds.Stream(store, window=window, **TOLD) as stream:
         batches = iter(stream)
         first = [next(batches) for _ in range(7)]
         state = saved(stream.state_dict())
-    monkeypatch.setattr(Stream, "load_state_dict", _without_generator(Stream.load_state_dict))
+    plant()
     with feeds.Stream(store, window=window, **TOLD) as stream:
         stream.load_state_dict(state)
-        rest = list(stream)
-    truth = trained(batches_of_reservoir(listed(40, [0]), 8, 4, 2, seed=3))
+        return trained([*first, *stream])
+
+
+def truth():
+    return trained(batches_of_reservoir(listed(40, [0]), 8, 4, 2, seed=3))
+
+
+def test_order_that_is_lost_on_resume(store, monkeypatch):
+    faulty = _without_generator(Stream.load_state_dict)
+    found = resumed(store, lambda: monkeypatch.setattr(Stream, "load_state_dict", faulty))
     with pytest.raises(AssertionError):
-        assert_bitwise(trained([*first, *rest]), truth)
+        assert_bitwise(found, truth())
 
 
 def _without_generator(real):
@@ -140,13 +149,4 @@ def _without_generator(real):
 
 
 def test_order_that_is_kept_on_resume(store):
-    put(store, range(40))
-    window = feeds.Reservoir(8)
-    with feeds.Stream(store, window=window, **TOLD) as stream:
-        batches = iter(stream)
-        first = [next(batches) for _ in range(7)]
-        state = saved(stream.state_dict())
-    with feeds.Stream(store, window=window, **TOLD) as stream:
-        stream.load_state_dict(state)
-        rest = list(stream)
-    assert_bitwise(trained([*first, *rest]), trained(batches_of_reservoir(listed(40, [0]), 8, 4, 2, seed=3)))
+    assert_bitwise(resumed(store), truth())
