@@ -20,8 +20,8 @@ def armillary(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refused(armillary, tmp_path):
-    """Runs the command, which must fail with one line on stderr, and gives that line. With exit code 2 it leaves nothing
-    but a corpus that it has read."""
+    """Runs the command, which must fail with one line on stderr, and gives that line. With exit code 2 it must leave
+    nothing but a corpus that it has read."""
 
     def left():
         return sorted(path for path in tmp_path.rglob("*") if not {"__pycache__", ".cache"} & {*path.parts})
