@@ -17,7 +17,7 @@ from armillary.tensor.groups import MeshAxis
 
 __all__ = ["RingAttention", "RingCall"]
 
-QUERIES_AT_ONCE = 256  # whose scores with one rank's keys are in memory
+SCORES_AT_ONCE = 1 << 19  # numbers in memory, of some queries with one rank's keys
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RingAttention(Function):
             for part in _parts(call, q, source):
                 scores = _scores(call, q, held[0], source, part)
                 block_logsum = scores.logsumexp(-1)
-                block_out = (scores - block_logsum.unsqueeze(-1)).exp() @ held[1]
+                block_out = scores.sub_(block_logsum.unsqueeze(-1)).exp_() @ held[1]
                 merged = torch.logaddexp(logsum[..., part], block_logsum)
                 out[..., part, :] *= (logsum[..., part] - merged).exp().unsqueeze(-1)
                 out[..., part, :] += (block_logsum - merged).exp().unsqueeze(-1) * block_out
@@ -64,11 +64,10 @@ class RingAttention(Function):
         for step in range(axis.size):
             source = (axis.index - step) % axis.size
             for part in _parts(call, q, source):
-                scores = _scores(call, q, held[0], source, part)
-                probability = (scores - logsum[..., part].unsqueeze(-1)).exp()
+                probability = _scores(call, q, held[0], source, part).sub_(logsum[..., part].unsqueeze(-1)).exp_()
                 dpart = dout[..., part, :]
                 dheld[1] += probability.mT @ dpart
-                dscores = probability * (dpart @ held[1].mT - own[..., part, :]) * call.scale
+                dscores = (dpart @ held[1].mT).sub_(own[..., part, :]).mul_(probability).mul_(call.scale)
                 dq[..., part, :] += dscores @ held[0]
                 dheld[0] += dscores.mT @ q[..., part, :]
             dheld = axis.shift(dheld)  # the last time home
@@ -81,21 +80,22 @@ def _parts(call: RingCall, q: Tensor, source: int) -> Iterator[slice]:
     """Of this rank's queries; none where all keys come later."""
     if call.is_causal and source > call.axis.index:
         return
-    for begin in range(0, q.shape[-2], QUERIES_AT_ONCE):
-        yield slice(begin, min(begin + QUERIES_AT_ONCE, q.shape[-2]))
+    at_once = max(1, SCORES_AT_ONCE // (q.shape[:-1].numel() or 1))  # a rank has as many keys as queries
+    for begin in range(0, q.shape[-2], at_once):
+        yield slice(begin, min(begin + at_once, q.shape[-2]))
 
 
 def _scores(call: RingCall, q: Tensor, k: Tensor, source: int, part: slice) -> Tensor:
     """Of these queries with the keys of `source`; as small as there is where a key is hidden or is padding."""
     wide, least = k.shape[-2], torch.finfo(q.dtype).min
-    scores = (q[..., part, :] * call.scale) @ k.mT
+    scores = (q[..., part, :] * call.scale) @ k.mT  # a new tensor, so it is written in place
     rows = torch.arange(part.start, part.stop, device=q.device) + call.axis.index * wide
     columns = torch.arange(wide, device=q.device) + source * wide
     if call.mask is not None:
         mask = call.mask[..., rows.clamp(max=call.mask.shape[-2] - 1), :]
         mask = mask[..., columns.clamp(max=call.mask.shape[-1] - 1)]
-        scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill_(~mask, least) if mask.dtype == torch.bool else scores.add_(mask)
     hidden = columns >= call.tokens
     if call.is_causal:
         hidden = hidden | (columns > rows.unsqueeze(1))
-    return scores.masked_fill(hidden, least).clamp_min(least)
+    return scores.masked_fill_(hidden, least).clamp_min_(least)
