@@ -42,7 +42,6 @@ SCHEDULES.register(
     "all_then_all",
     pipeline_method(
         table=lambda options: gpipe(options.stages, options.micro_batches),
-        pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
         notes=lambda planned: [],
     ),
 )

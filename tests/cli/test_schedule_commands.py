@@ -184,7 +184,7 @@ def test_options_that_make_no_schedule_are_refused_in_one_line(armillary, option
 def test_help_names_every_schedule_and_what_it_may_be_asked(armillary, command):
     _, out, _ = armillary(command, "--help")
     said = " ".join(out.replace("│", " ").split())
-    for word in (*SCHEDULES.all(), *{option for method in SCHEDULES.all().values() for option in method.knows}):
+    for word in (*SCHEDULES.all(), *{option for method in SCHEDULES.all().values() for option in method.options.knows}):
         assert word in said, word
 
 

@@ -60,7 +60,6 @@ def shelf():
         "interleaved",
         pipeline_method(
             table=lambda options: interleaved(options.stages // PARTS, options.micro_batches),
-            pace=lambda options, stages: sum(stages) / (len(stages) // PARTS) * options.micro_batches,
             notes=lambda planned: [],
             parts=PARTS,
         ),

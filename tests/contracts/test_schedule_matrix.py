@@ -24,7 +24,7 @@ STEPS, MIDST = 4, 2
 
 def corners(name):
     """(workers, options); what a schedule refuses is none of its corners."""
-    knows = SCHEDULES[name].knows
+    knows = SCHEDULES[name].options.knows
     for workers in (1, 2, 3):
         for shape in ({"stages": 1}, {"stages": 2}, {"stages": 3}, *({"costs": costs} for costs in UNEQUAL)):
             if not shape.keys() <= knows and shape != {"stages": workers}:
@@ -51,7 +51,7 @@ def possible(name, options, workers):
 
 def is_trained(name, workers, options):
     """Whether ranks train it: a corner of each kind, at the ends of its slack."""
-    if SCHEDULES[name].is_side_by_side:  # nothing goes from rank to rank but gradients
+    if SCHEDULES[name].replicates_table:  # nothing goes from rank to rank but gradients
         return options in ({"stages": 1}, {"costs": UNEQUAL[0], "slack": 0})
     shape, slack = options.get("costs", options.get("stages")), options.get("slack", 0)
     ends = slack in (0, workers) or (name == "zero_ring" and shape == UNEQUAL[0])

@@ -54,7 +54,6 @@ def shelf():
         "local_first",
         pipeline_method(
             table=lambda options: local_first(options.stages, options.micro_batches),
-            pace=lambda options, stages: max(stages) * options.micro_batches,
             notes=lambda planned: [],
             objectives=lambda options: {0: square},
         ),

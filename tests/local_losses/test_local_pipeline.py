@@ -169,10 +169,10 @@ def test_a_model_without_heads_is_refused_before_the_first_step():
     model = convolutions()
     options = read(Choice.parse("local_losses(stages=2)"), 2)
     with pytest.raises(ValueError, match=r"train armillary.local_losses.split\(model, loss, example, at="):
-        options.method.refuse_stages(options, [model[:5], model[5:]])
+        options.method.objectives.refuse_stages(options, [model[:5], model[5:]])
     three = list(local_losses.split(model, loss, images(0), at=["3", "5"]))
     with pytest.raises(ValueError, match="with 1 cuts for stages=2"):
-        options.method.refuse_stages(options, [torch.nn.Sequential(*three[:2]), three[2]])
+        options.method.objectives.refuse_stages(options, [torch.nn.Sequential(*three[:2]), three[2]])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_model_without_heads_is_refused_before_the_first_step():
 def test_a_model_that_was_split_otherwise_is_refused_before_the_first_step(choice, split, said):
     options = read(Choice.parse(choice), 2)
     with pytest.raises(ValueError, match=re.escape(said)):
-        options.method.refuse_stages(
+        options.method.objectives.refuse_stages(
             options, list(local_losses.split(convolutions(), loss, images(0), at=["5"], **split))
         )
 
@@ -205,7 +205,7 @@ NESTED = nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()),
 )
 def test_a_plain_model_gets_the_parts_and_heads_that_the_options_name(choice, parts, first):
     options = read(Choice.parse(choice), len(parts))
-    local = options.method.prepare(options, convolutions(), loss, images(0))
+    local = options.method.objectives.prepare(options, convolutions(), loss, images(0))
     assert [name for name, _ in local.named_children()] == parts
     assert {type(part.head[0]) for part in list(local)[:-1]} == {first}
     assert {part.decoder is None for part in list(local)[:-1]} == {options.objective != "infopro"}
@@ -216,9 +216,9 @@ def test_points_are_the_names_of_parts():
         options = read(Choice.parse(f"local_losses(points={points})"), 2)
         if said:
             with pytest.raises(ValueError, match=said):
-                options.method.prepare(options, NESTED, loss, images(0))
+                options.method.objectives.prepare(options, NESTED, loss, images(0))
         else:
-            assert [*options.method.prepare(options, NESTED, loss, images(0))._modules] == ["0_0", "0_2"]
+            assert [*options.method.objectives.prepare(options, NESTED, loss, images(0))._modules] == ["0_0", "0_2"]
 
 
 def test_options_of_heads_stand_in_a_plan():
@@ -226,4 +226,4 @@ def test_options_of_heads_stand_in_a_plan():
     assert options.as_options() == {"micro_batches": 3, "head": "linear", "objective": "task"}
     wide = read(Choice.parse("local_losses(stages=2, head=wide)"), 2)
     with pytest.raises(ValueError, match="head is 'linear' or 'convolution', or modules, got 'wide'"):
-        wide.method.prepare(wide, convolutions(), loss, images(0))
+        wide.method.objectives.prepare(wide, convolutions(), loss, images(0))

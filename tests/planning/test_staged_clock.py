@@ -11,10 +11,9 @@ from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Link, Processor, RowRate, Topology, UpdateRate
 from armillary.schedules import Clip
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.lower_zero_ring import lent_messages
-from armillary.schedules.routes import ring_messages
 from planning.test_staged_plan import chain_of
 from planning_cases import LINKS_ONLY, machines
+from schedule_messages import lent_messages, ring_messages
 
 F, B = 1e-3, 2e-3  # of one module of `chain_of`
 

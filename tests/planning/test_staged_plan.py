@@ -10,10 +10,9 @@ from armillary.plans import Choice, Mesh, Numbers, ParameterFact, Plan, Profile,
 from armillary.schedules import StageLoad, options_of, read
 from armillary.schedules.costs import held_copies, mean_copies, peak_over_workers
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.lower_zero_ring import lent_messages
-from armillary.schedules.routes import ring_messages
 from armillary.schedules.shared_stages import Sharing
 from planning_cases import LINKS_ONLY, machines, table
+from schedule_messages import lent_messages, ring_messages
 from schedule_pictures import parse
 
 

@@ -10,8 +10,8 @@ from armillary.planning.stage_plan import BUCKET_BYTES
 from armillary.plans import Choice, Plan, StageFact, bytes_text
 from armillary.schedules import options_of
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.routes import ring_messages
 from planning_cases import LINKS_ONLY, dense, machines, model
+from schedule_messages import ring_messages
 from schedule_pictures import parse
 
 LATE = Choice("delayed_all_reduce")

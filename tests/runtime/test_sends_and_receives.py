@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from armillary.plans import Receive, Send
-from armillary.schedules.instructions import Letter
+from armillary.schedules import Letter
 from armillary.transport.point_to_point import Form, Mailbox, form_of
 from armillary.transport.transport import Transport
 from armillary.transport.watchdog import Timeouts

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.instructions import ActionQueue
+from armillary.schedules.rank_list import ActionQueue
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))

@@ -18,14 +18,13 @@ from armillary.schedules.routes import (
     carrier,
     closing,
     owner_of,
-    pipeline_messages,
     refuse_in_pipeline,
     refuse_in_ring,
     refuse_on_one_device,
-    ring_messages,
     sum_path,
 )
 from armillary.schedules.simultaneous import simultaneous
+from schedule_messages import pipeline_messages, ring_messages
 
 EXACT, BY_STAGE, PREVIOUS = Clip(1.0, "global"), Clip(1.0, "stage"), Clip(1.0, "previous")
 

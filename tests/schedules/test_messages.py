@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.routes import closing, owner_of, pipeline_messages, ring_messages, sum_path, weight_path
+from armillary.schedules.routes import closing, owner_of, sum_path, weight_path
+from schedule_messages import pipeline_messages, ring_messages
 
 cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
 rings = st.builds(

@@ -7,7 +7,8 @@ import pytest
 
 from armillary.contracts.schedule import SCHEDULE_RULES
 from armillary.plans import DATA, SIMULTANEOUS, Choice, Group, Mesh, Plan, StagePlan
-from armillary.schedules import SCHEDULES, options_of, owns_loop, read
+from armillary.schedules import SCHEDULES, StageLoad, options_of, owns_loop, read
+from armillary.schedules.costs import counted
 from armillary.schedules.registry import tables_stay_whole
 
 EXAMPLES = [
@@ -52,7 +53,7 @@ def test_every_micro_batch_is_handed_in_once_per_replica(name, workers, given):
         assert len({len(one) for one in handed_in}) == 1
     else:  # all of them are one replica
         assert all(list(one) == list(range(total)) for one in handed_in)
-    replicas = workers if options.method.is_side_by_side else 1
+    replicas = workers if options.method.replicates_table else 1
     assert total == replicas * options.schedule().micro_batches
 
 
@@ -61,18 +62,37 @@ def test_processes_are_those_of_the_table_and_a_stages_owner_is_one_of_them(name
     options = read(Choice(name, given), workers)
     schedule = options.schedule()
     assert schedule.stages == options.stages and schedule.micro_batches == options.micro_batches
-    assert all(0 <= options.method.owner(options, stage) < workers for stage in range(options.stages))
+    assert all(0 <= options.where.owner(stage) < workers for stage in range(options.stages))
     assert options.picture().splitlines()[0]
-    for stage in range(options.stages):
-        steps, messages = options.method.traffic(options, stage)
-        assert steps >= 1 and all(message.stage == stage for message in messages)
-        assert all(0 <= message.sender < workers and 0 <= message.receiver < workers for message in messages)
+    counts = counted(options)
+    assert all(0 <= one.sender < workers and 0 <= one.stage < options.stages and one.times > 0 for one in counts.sent)
+
+
+@every_example
+def test_a_step_is_no_faster_than_all_processes_at_work_and_no_slower_than_one_at_a_time(name, workers, given):
+    options = read(Choice(name, given), workers)
+    together, count = workers // options.replicas(workers), options.micro_batches
+    for seconds in ([1.0 + stage for stage in range(options.stages)], [1.0] * options.stages):
+        work, slowest = sum(seconds) * count, max(seconds) * options.stages * count
+        assert work / together * (1 - 1e-9) <= counted(options).pace(seconds) <= slowest * (1 + 1e-9)
+
+
+def test_paces_and_peaks_by_hand():
+    """Four micro-batches through three equal stages of 2 s: a flush takes M + K - 1 turns, without one it takes M."""
+    loads = [StageLoad("a", "a", 0, 2.0, 0, 0, 10**stage, 0) for stage in range(3)]
+    found = {}
+    for name in ("gpipe", "one_f_one_b", "pipeline", "accumulation"):
+        counts = counted(read(Choice(name, {"micro_batches": 4, "stages": 3}), 3))
+        found[name] = round(counts.pace([2.0] * 3), 6), counts.peak(loads)
+    assert found == {
+        "gpipe": (12.0, 400), "one_f_one_b": (12.0, 100), "pipeline": (8.0, 100), "accumulation": (24.0, 111),
+    }  # fmt: skip
 
 
 def test_owners_by_hand():
     def owners(name, workers, **options):
         made = read(Choice(name, options), workers)
-        return [made.method.owner(made, stage) for stage in range(made.stages)]
+        return [made.where.owner(stage) for stage in range(made.stages)]
 
     assert owners("pipeline", 3) == owners("gpipe", 3) == owners("one_f_one_b", 3) == [0, 1, 2]
     assert owners("one_device", 3, stages=2) == owners("accumulation", 3, stages=2) == [0, 0]
@@ -148,7 +168,7 @@ def test_a_plan_with_a_table_by_row_is_refused_by_every_schedule_that_owns_the_l
     for name, workers, given in EXAMPLES:
         table = Group("t", ("t",), "row_sharded", Choice("owned_rows"))
         made = replace(STAGED, mesh=Mesh.of(data=workers), schedule=Choice(name, given), stages=(), groups=(table,))
-        if not owns_loop(made.schedule) or SCHEDULES[name].deals_rows:
+        if not owns_loop(made.schedule) or SCHEDULES[name].placement.deals_rows:
             options_of(made)
             continue
         with pytest.raises(ValueError, match=f"schedule {name} keeps tables whole, so t cannot go by row: plan again"):

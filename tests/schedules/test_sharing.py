@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from armillary.schedules import Action, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.shared_stages import Sharing, devices_for, shared_messages, workers_on
+from armillary.schedules.shared_stages import Sharing, devices_for, workers_on
+from schedule_messages import shared_messages
 
 PICTURE = """\
 shared: 6 workers (devices), 3 stages, 3 micro-batches, a step every 6 ticks; 2 steps, micro-batches counted on

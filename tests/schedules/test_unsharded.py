@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from armillary.schedules.costs import held_copies, mean_copies
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.lower_zero_ring import TOKENS, hop_ticks, lent_messages, unshards
-from armillary.schedules.routes import closing, gradient_messages, owner_of, ring_messages
+from armillary.schedules.instructions import TOKENS
+from armillary.schedules.lower_zero_ring import hop_ticks, unshards
+from armillary.schedules.routes import closing, owner_of
+from schedule_messages import gradient_messages, lent_messages, ring_messages
 
 cost = st.fractions(Fraction(1, 4), 4, max_denominator=4)
 rings = st.builds(

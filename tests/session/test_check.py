@@ -10,9 +10,9 @@ from armillary.codecs import Codec, codec
 from armillary.contracts import schedule as schedule_contract
 from armillary.exchanges import DENSE, DenseExchange, Leg, dense_exchange
 from armillary.plans import AllGather
-from armillary.schedules import SCHEDULES, pipeline_method
+from armillary.schedules import SCHEDULES, Placing, pipeline_method
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.lowering import Lowering
+from armillary.schedules.lowering import Lowering, placed
 from contracts import test_meet_every, test_ring_gossip
 from contracts.journey import registered
 
@@ -445,10 +445,22 @@ def shelf(monkeypatch):
     monkeypatch.setattr(SCHEDULES, "_entries", dict(SCHEDULES.all()))
 
 
+class Elsewhere:
+    """Every worker a process; owners are none of them."""
+
+    def __init__(self, schedule):
+        self.inside = placed(schedule, range(schedule.workers))
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+    def owner(self, stage):
+        return 7
+
+
 def method(**changed):
     made = pipeline_method(
         table=lambda options: gpipe(options.stages, options.micro_batches),
-        pace=lambda options, stages: sum(stages) * options.micro_batches,
         notes=lambda planned: [],
     )
     return replace(made, **changed)
@@ -457,8 +469,8 @@ def method(**changed):
 @pytest.mark.usefixtures("shelf")
 def test_a_schedule_is_held_to_its_own_table():
     SCHEDULES.register("mine", method())
-    assert armillary.check("mine") == "schedule mine(micro_batches=4) on 3 processes keeps its 4 rules"
-    SCHEDULES.register("owned_elsewhere", method(owner=lambda options, stage: 7))
+    assert armillary.check("mine") == "schedule mine(micro_batches=4) on 3 processes keeps its 3 rules"
+    SCHEDULES.register("owned_elsewhere", method(placement=Placing(parts=1, of=Elsewhere)))
     with pytest.raises(ValueError, match="the owner of stage 0 is process 7 of 3"):
         armillary.check("owned_elsewhere")
     SCHEDULES.register("larger", method(table=lambda options: gpipe(options.stages, options.micro_batches + 1)))
@@ -478,20 +490,6 @@ def test_a_table_that_cannot_be_computed_is_shown_once():
     ) as told:
         armillary.check("short")
     assert str(told.value).count("<- here") == 1
-
-
-@pytest.mark.usefixtures("shelf")
-@pytest.mark.parametrize(("times", "work"), [(0.0, 24), (0.3, 24), (1.1, 12), (5.0, 24)])
-def test_a_pace_in_which_the_work_cannot_be_done_is_told(times, work):
-    SCHEDULES.register("mine", method(pace=lambda options, stages: times * sum(stages) * options.micro_batches))
-    with pytest.raises(ValueError, match=rf"work of {work} seconds, of {work // 3} shared by .*; pace says a step of"):
-        armillary.check("mine")
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_pace_of_turns_as_long_as_the_slowest_stage_is_one(micro_batches):
-    name = f"{gpipe.__name__}(micro_batches={micro_batches})"
-    assert armillary.check(name) == f"schedule {name} on 3 processes keeps its 4 rules"
 
 
 class Deaf(Lowering):

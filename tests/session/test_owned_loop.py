@@ -101,7 +101,7 @@ def truth(made, steps, drains=(), dtype=torch.float64, is_half=False):
         if found.stages * cut < 4:
             stages[-1] = nn.Sequential(*stages[-1], *list(model)[found.stages * cut :])
         of = functional.mse_loss
-    if found.method.is_side_by_side and workers > 1:
+    if found.method.replicates_table and workers > 1:
         of_batch = (lambda v, t: functional.mse_loss(v, t[1])) if found.method.is_cut else of
         reference = WorkersReference(stages, optimizer, found.schedule(), of_batch, 5)
     else:

@@ -20,7 +20,7 @@ from small_words import batch_of, loss, model_of, optimizer_of
 FOLDERS = Path(__file__).parents[1] / "fixtures" / "by_row_under_schedules"
 TABLE = "0.weight"
 BY_ROW = {TABLE: "row_sharded"}
-OWNING = [name for name, method in SCHEDULES.all().items() if method.owns_loop and not method.deals_rows]
+OWNING = [name for name, method in SCHEDULES.all().items() if method.owns_loop and not method.placement.deals_rows]
 ACCUMULATES = "in a loop of your own, which accumulates under run.no_sync"
 
 

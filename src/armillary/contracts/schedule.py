@@ -19,7 +19,6 @@ from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import Raised, said_of
 from armillary.plans.registry import guess
 from armillary.schedules.checker import Rule, Setting, flaw
-from armillary.schedules.instructions import Wires
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import SCHEDULES, read
@@ -43,7 +42,7 @@ def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
     for calls, rule in product(CALLS, RULES):
         lists = []
         for rank in together:
-            wires = Wires(lends=options.method.lends, buffered=range(schedule.stages))
+            wires = options.wires(buffered=range(schedule.stages))
             rows = Lowering(schedule, rank, ranks, wires=wires)
             does = {"t": rows.next_step, "s": rows.rest, "d": rows.drain}
             lists.append([one for call in calls for one in does[call]()])
@@ -54,40 +53,20 @@ def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
 
 
 def says_of_its_table_what_is_so(options: ScheduleOptions, workers: int) -> str:
-    schedule, method = options.schedule(), options.method
+    schedule = options.schedule()
     said = (options.stages, options.micro_batches)
     if said != (schedule.stages, schedule.micro_batches):
         return f"its options say {said} stages and micro-batches, its table {schedule.stages, schedule.micro_batches}"
     for stage in range(options.stages):
-        if not 0 <= (owner := method.owner(options, stage)) < workers:
+        if not 0 <= (owner := options.where.owner(stage)) < workers:
             return f"the owner of stage {stage} is process {owner} of {workers}"
-        for message in method.traffic(options, stage).messages:
-            if message.stage != stage or not (0 <= message.sender < workers and 0 <= message.receiver < workers):
-                return f"stage {stage} has the message {message}, which is of another stage or of no process"
-    return ""
-
-
-def has_a_pace_that_does_the_work(options: ScheduleOptions, workers: int) -> str:
-    """No faster than if all processes of a table work all the time. No slower than if one at a time does, each stage
-    taking as long as the slowest: turns of a table may be as long as that."""
-    together, count = workers // options.replicas(workers), options.micro_batches
-    for seconds in ([1.0 + stage for stage in range(options.stages)], [1.0] * options.stages):
-        work, slowest = sum(seconds) * count, max(seconds) * options.stages * count
-        fastest, found = work / together, options.method.pace(options, seconds)
-        if not fastest * (1 - 1e-9) <= found <= slowest * (1 + 1e-9):
-            return (
-                f"stages of {seconds} seconds and {count} micro-batches are work of {work:g} seconds, of {fastest:g} "
-                f"shared by {together} processes; one at a time, each stage as slow as the slowest, takes {slowest:g}; "
-                f"pace says a step of {found:g}"
-            )
     return ""
 
 
 SCHEDULE_RULES: Mapping[str, Callable[[ScheduleOptions, int], str]] = {
     "its table can be computed": can_be_computed,
     "no rank waits for ever, reads what is not there, or leaves a letter": nobody_waits_for_ever,
-    "owners, messages and sizes are those of its table": says_of_its_table_what_is_so,
-    "`pace` is a time in which the work can be done": has_a_pace_that_does_the_work,
+    "owners and sizes are those of its table": says_of_its_table_what_is_so,
 }
 
 

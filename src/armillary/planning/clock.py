@@ -14,9 +14,10 @@ taken to need a part of the time in proportion to the elements read.
 A simulated step as a Chrome trace: its lanes as threads.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from armillary.plans.parameter import ParameterFact, StageFact
 from armillary.plans.profile import Profile
@@ -36,7 +37,7 @@ __all__ = [
     "chrome_trace",
 ]
 
-Lane = Literal["processor", "inside", "between", "exposed"]
+Lane = str  # "processor", "inside", "between", "exposed", or one that a schedule brings
 
 
 class Request(NamedTuple):
@@ -98,7 +99,7 @@ class Clock:
     """now_seconds: of the processor. free_seconds: when each link has carried all that it was given."""
 
     now_seconds: float = 0.0
-    free_seconds: dict[Lane, float] = field(default_factory=lambda: {"inside": 0.0, "between": 0.0})
+    free_seconds: dict[Lane, float] = field(default_factory=lambda: defaultdict(float))
     spans: list[BusySpan] = field(default_factory=list)
 
     @property
@@ -131,6 +132,13 @@ class Clock:
                 sent_bytes = 0.0
             done = start + request.seconds
         return done
+
+    def occupy(self, lane: Lane, span: BusySpan) -> float:
+        """A lane carries one thing after another, this one from its start at the earliest; when it has."""
+        start = max(span.start_seconds, self.free_seconds[lane])
+        self.spans.append(span._replace(start_seconds=start))
+        self.free_seconds[lane] = start + span.seconds
+        return self.free_seconds[lane]
 
     def wait(self, group: str, until_seconds: float) -> None:
         """The processor stands still until then; that is what is exposed of an exchange."""
@@ -238,10 +246,11 @@ LANES: dict[Lane, str] = {
 
 def chrome_trace(simulation: Simulation) -> dict[str, Any]:
     """One process, the rank whose links are busiest, with a thread a lane; lanes that stay empty are left out."""
-    used = [lane for lane in LANES if any(span.lane == lane for span in simulation.spans)]
+    found = {span.lane for span in simulation.spans}
+    used = [*(lane for lane in LANES if lane in found), *sorted(found - {*LANES})]
     events = process(0, f"busiest of {simulation.workers} workers (simulated)")
     for tid, lane in enumerate(used):
-        events += thread(0, tid, LANES[lane])
+        events += thread(0, tid, LANES.get(lane, lane))
     for span in simulation.spans:
         place, name = (0, used.index(span.lane)), f"{span.action} {span.what}"
         args = {"sent_bytes": span.sent_bytes}

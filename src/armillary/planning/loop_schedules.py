@@ -50,7 +50,7 @@ def quickest(case: Case, micro_batches: int | None) -> StepWay | None:
     Args:
         micro_batches: of a step and data coordinate, as the user cuts them; None: parts of a batch may be tried.
     """
-    ways = [way for way in fitting(case, micro_batches) if not options_of(way.plan).method.is_side_by_side]
+    ways = [way for way in fitting(case, micro_batches) if not options_of(way.plan).method.replicates_table]
     return min(ways, key=lambda way: way.seconds, default=None)
 
 
@@ -95,9 +95,9 @@ def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
     for parts in PARTS if micro_batches is None else (1,):
         cut = replace(case, profile=_cut(case.profile, parts))
         for name, method in SCHEDULES.all().items():
-            if not (method.owns_loop and method.is_cut and "micro_batches" in method.knows):
+            if not (method.owns_loop and method.is_cut and "micro_batches" in method.options.knows):
                 continue
-            each = micro_batches or (parts if method.is_side_by_side else parts * workers)
+            each = micro_batches or (parts if method.replicates_table else parts * workers)
             if each == 1:  # nothing is cut
                 continue
             try:
@@ -107,9 +107,9 @@ def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
             if plan.departures:
                 continue
             batches = options_of(plan).total(workers) / parts
-            glue = _outside_seconds(case.profile) / (workers if method.is_side_by_side else 1)
+            glue = _outside_seconds(case.profile) / (workers if method.replicates_table else 1)
             update = dense_update_seconds(case.profile.parameter_bytes, case.profile.parameters, case)
-            update /= 1 if method.is_side_by_side else workers
+            update /= 1 if method.replicates_table else workers
             yield StepWay(plan, (plan.forecast.seconds + update) / batches + glue, batches)
 
 

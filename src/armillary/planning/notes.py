@@ -5,6 +5,7 @@ here, what they cost, and how to ask for one; or that none of them helps. Where 
 way among those that are about the quickest is taken.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from armillary.planning.demand import MAY_BE_ALLOWED
 from armillary.planning.grouping import consensus_of, dense_group, is_ownerless
 from armillary.planning.memory import needed_bytes
 from armillary.planning.pricing import Case, dense_forecast, idle_round
-from armillary.planning.simulator import simulate
+from armillary.planning.simulator import least_seconds, simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Group
 from armillary.plans.parameter import ParameterFact
@@ -268,11 +269,20 @@ def _departing(question: Question) -> Iterator[Choice]:
 
 
 def _ways(plan: Plan, question: Question) -> Iterator[_Way]:
-    """Every way that departs and is not demanded, the mildest first."""
-    for choice in _departing(question):
-        other = _by(choice, plan, question)
-        if other != plan:
-            yield _Way(choice, other, simulate(other, question.case).step_seconds)
+    """Every way that departs and is not demanded, the mildest first; without those that cannot be about as quick as
+    another that departs alike and fits, whatever hides behind what: these are not played."""
+    case = question.case
+    every = [(choice, other) for choice in _departing(question) if (other := _by(choice, plan, question)) != plan]
+    least = [least_seconds(other, case) for _, other in every]
+    found, quickest = dict[int, _Way](), dict[tuple[str, ...], float]()
+    for number in sorted(range(len(every)), key=least.__getitem__):
+        choice, other = every[number]
+        departs = dense_exchanges()[choice.name].departs
+        if least[number] <= CLOSE * quickest.get(departs, math.inf):
+            found[number] = way = _Way(choice, other, simulate(other, case).step_seconds)
+            if _fits(other, question):
+                quickest[departs] = min(quickest.get(departs, math.inf), way.seconds)
+    yield from (found[number] for number in sorted(found))
 
 
 def _by(choice: Choice, plan: Plan, question: Question) -> Plan:

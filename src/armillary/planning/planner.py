@@ -225,8 +225,8 @@ def _bucketings(question: Question, mean: Mean) -> tuple[Plan, ...]:
     chosen = fit(free, options, question)
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
-    made = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
-    return tuple(with_prospect(one, case) for one in made)
+    first, *others = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
+    return with_prospect(first, case), *others
 
 
 def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerSearch] = NONE_SEARCHED) -> Plan:

@@ -67,7 +67,7 @@ class PlanRequest:
     @property
     def deals_rows(self) -> bool:
         """Whether the schedule that is asked for keeps tables by row, with owners that answer at any time."""
-        return SCHEDULES[self.schedule.name].deals_rows
+        return SCHEDULES[self.schedule.name].placement.deals_rows
 
 
 def named(asked: Choice | str) -> Choice:

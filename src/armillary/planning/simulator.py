@@ -20,7 +20,8 @@ what is on which link and what on the processor. The pieces add up to the foreca
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 from types import MappingProxyType
 from typing import NamedTuple
@@ -44,14 +45,14 @@ from armillary.planning.pricing import (
     row_work,
 )
 from armillary.planning.staged_clock import play
-from armillary.plans.group import Group
+from armillary.plans.group import Forecast, Group
 from armillary.plans.layout import Layout, layout_of
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.schedules.registry import SCHEDULES, owns_loop
 
-__all__ = ["LOOK_UPS", "Activities", "activities", "idle_request", "payer", "simulate"]
+__all__ = ["LOOK_UPS", "Activities", "activities", "idle_request", "least_seconds", "payer", "simulate"]
 
 
 class Activities(NamedTuple):
@@ -147,6 +148,7 @@ def _request(leg: Leg, even: Leg, topology: Topology) -> Request:
     return Request(even.link_bytes, *busy(leg, topology), carried, topology.beside_seconds(leg.request))
 
 
+UNKNOWN = Forecast()
 LOOK_UPS = "look-ups"  # headers and the round that ends them go by this name in a measured trace too
 
 
@@ -164,12 +166,37 @@ def simulate(
         ValueError: the plan is for another model, or its schedule is not lowered to lists of instructions.
     """
     _refuse_other(plan, case.profile)
-    if SCHEDULES[plan.schedule.name].deals_rows:
+    return _simulated(_Step(_played_of(plan), case, overlap, tuple(sorted(pushed.items())), plan))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """played: what a step hangs on of a plan, so that plans which differ in words alone are played once."""
+
+    played: tuple[object, ...]
+    case: Case
+    overlap: bool
+    pushed: tuple[tuple[str, float], ...]
+    plan: Plan = field(compare=False)
+
+    def __hash__(self) -> int:
+        return hash((repr(self.played), self.overlap, self.pushed))
+
+
+def _played_of(plan: Plan) -> tuple[object, ...]:
+    groups = tuple(replace(group, forecast=UNKNOWN, reason="") for group in plan.groups)
+    return groups, plan.schedule, plan.stages, plan.mesh
+
+
+@lru_cache(maxsize=64)
+def _simulated(asked: _Step) -> Simulation:
+    plan, case = asked.plan, asked.case
+    if SCHEDULES[plan.schedule.name].placement.deals_rows:
         return play_owned(plan, case)
     if owns_loop(plan.schedule):
         return play(plan, case)
-    player = _Player(plan, case, overlap)
-    for name, times in pushed.items():
+    player = _Player(plan, case, asked.overlap)
+    for name, times in asked.pushed:
         does = player.does[name]
         push, meet = (tuple(request.with_bytes(times) for request in one) for one in (does.push, does.meet))
         player.does[name] = does._replace(push=push, meet=meet)
@@ -179,6 +206,16 @@ def simulate(
     player.step()
     flights = tuple(flight for _, flight in sorted(player.flights.items()))
     return Simulation(case.topology.workers, tuple(player.clock.spans), flights, player.clock.now_seconds)
+
+
+def least_seconds(plan: Plan, case: Case) -> float:
+    """No step of a plan for a loop of the user's own is shorter: what its processor does, or its busier link."""
+    does = [activities(group, case) for group in plan.groups]
+    stages = sum(stage.forward_seconds + stage.backward_seconds for stage in case.profile.stages)
+    works = sum(one.gather_seconds + one.pack_seconds + one.merge_seconds + one.update_seconds for one in does)
+    asked = [request for one in does for requests in (one.pull, one.push, one.meet) for request in requests]
+    links = (sum(one.inside_seconds for one in asked), sum(one.between_seconds for one in asked))
+    return max(stages + works, *links)
 
 
 def _refuse_other(plan: Plan, profile: Profile) -> None:

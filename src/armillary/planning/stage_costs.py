@@ -82,7 +82,7 @@ def parts_of_stage(
         ways: of all stages: where an exchange is asked for, everything goes by one.
     """
     method, replicas = options.method, options.replicas(topology.workers)
-    usual = PLAIN["replicated"] if method.is_side_by_side or replicas > 1 or ways else None
+    usual = PLAIN["replicated"] if method.replicates_table or replicas > 1 or ways else None
     if not method.has_exchanges:
         return [GroupPart(tuple(facts), usual)] if facts else []
     found: dict[tuple[str, str], GroupPart] = {}

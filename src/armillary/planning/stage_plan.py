@@ -41,10 +41,10 @@ from armillary.plans.mesh import STAGE
 from armillary.plans.parameter import ParameterFact, StageFact
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
-from armillary.schedules.costs import kept_copies, peak_over_workers
+from armillary.schedules.costs import Counts, Planned, copies_held, counted
 from armillary.schedules.edges import Edge, codes_of
-from armillary.schedules.lower_zero_ring import TOKENS
-from armillary.schedules.method import Planned, ScheduleOptions, StageLoad
+from armillary.schedules.instructions import TOKENS
+from armillary.schedules.method import ScheduleOptions, StageLoad
 from armillary.schedules.notes import notes_on
 from armillary.schedules.registry import SCHEDULES, read
 from armillary.schedules.routes import NORM_BYTES
@@ -142,8 +142,9 @@ def plan_staged(case: Case, choice: Choice, ways: Ways = NO_WAYS, edges: EdgeReq
     options = edges.of(read(choice, topology.workers))
     subject = _subject(case, options)
     options = subject.options
-    running, seconds = profile.running, [stage.seconds for stage in subject.stages]
-    groups = tuple(group for j in range(options.stages) for group in _dense(j, subject, ways, case))
+    planned = Planned(options, subject.schedule, subject.stages, topology.workers, profile.running)
+    counts = planned.counts
+    groups = tuple(group for j in range(options.stages) for group in _dense(j, subject, counts, ways, case))
     return Plan(
         mesh=options.mesh(topology.workers),
         groups=groups,
@@ -152,11 +153,11 @@ def plan_staged(case: Case, choice: Choice, ways: Ways = NO_WAYS, edges: EdgeReq
         workers_per_node=topology.workers_per_node,
         schedule=Choice(options.name, options.as_options()),
         stages=tuple(_stage_plan(j, subject) for j in range(options.stages)),
-        consensus="same" if options.method.is_side_by_side else "owners",
-        compute_seconds=options.method.pace(options, seconds),
-        activation_bytes=options.method.peak(options, subject.stages),
+        consensus="same" if options.method.replicates_table else "owners",
+        compute_seconds=counts.pace([stage.seconds for stage in subject.stages]),
+        activation_bytes=counts.peak(subject.stages),
         notes=(
-            *notes_on(Planned(options, subject.schedule, subject.stages, topology.workers, running)),
+            *notes_on(planned),
             *notes_on_edges(options),
             *_notes_on_copies(subject),
             *_notes_on_tables(case),
@@ -179,7 +180,7 @@ def staged_ways(case: Case) -> Iterator[StagedWay]:
     found = []
     for name, method in SCHEDULES.all().items():
         workers = case.topology.workers
-        if not method.is_cut or method.is_side_by_side or method.axis != STAGE:
+        if not method.is_cut or method.replicates_table or method.axis != STAGE:
             continue
         try:
             if read(Choice(name), workers).stages != workers:  # several workers share a stage
@@ -196,23 +197,24 @@ def staged_ways(case: Case) -> Iterator[StagedWay]:
 
 def _held(subject: _Subject, case: Case) -> Iterator[float]:
     """What each worker holds: weights, gradients, state and activations."""
+    counts = counted(subject.options)
     for j, load in enumerate(subject.stages):
         held = (*subject.parameters[j], *subject.copies[j])
-        weights = load.weight_bytes * kept_copies(subject.options, j, 1, case.slots_of(held))
-        yield weights + peak_over_workers(subject.schedule, subject.stages, subject.schedule.worker_of(0, j))
+        weights = load.weight_bytes * copies_held(subject.options, j, 1, case.slots_of(held))
+        yield weights + counts.peak(subject.stages, subject.options.where.owner(j))
 
 
-def _dense(j: int, subject: _Subject, ways: Ways, case: Case) -> Iterator[Group]:
+def _dense(j: int, subject: _Subject, counts: Counts, ways: Ways, case: Case) -> Iterator[Group]:
     """The first of them is charged with what the schedule's own messages carry, see `charged_to`."""
     options, load, schedule = subject.options, subject.stages[j], subject.schedule
-    layout: Layout = "replicated" if options.method.is_side_by_side else "stage_sharded"
+    layout: Layout = "replicated" if options.method.replicates_table else "stage_sharded"
     parts = parts_of_stage(subject.parameters[j], options, case.topology, ways)
     count = sum(len(part.facts) for part in parts)
     holding = [i for i in range(options.stages) if subject.parameters[i]]
     passed = Forecast()
     for i in range(options.stages):
         if charged_to(i, holding) == j:
-            passed = passed + _passed(i, subject, case)
+            passed = passed + _passed(i, subject, counts, case)
     for place, part in enumerate(parts):
         forecast = _forecast(j, part, subject, case)
         departures = ("stale",) * (schedule.stale_share > 0) + ("uncoupled",) * (j in schedule.uncoupled)
@@ -235,6 +237,9 @@ def _stage_plan(j: int, subject: _Subject) -> StagePlan:
     plain = StagePlan(subject.begins[j], edge=edge.forward, edge_back=edge.back, forecast=cost)
     if j in subject.schedule.uncoupled:
         plain = replace(plain, objective=OWN_LOSS)
+    apart = subject.options.method.residency.activations(subject.options).get(j)
+    if apart is not None:
+        plain = replace(plain, residency=Choice(apart.name))
     return replace(plain, residency=RECOMPUTE) if j in subject.options.recompute else plain
 
 
@@ -337,7 +342,7 @@ def _forecast(j: int, part: GroupPart, subject: _Subject, case: Case) -> Forecas
     """Mean over workers. Memory of weights: the working copy, an older version where one is read, gradient, state."""
     options, workers = subject.options, case.topology.workers
     across = workers // options.replicas(workers)
-    held = options.method.copies(options, j, across, case.slots_of(part.facts))
+    held = copies_held(options, j, across, case.slots_of(part.facts))
     copied = [fact for facts in subject.copies for fact in facts if fact in part.facts]
     weights = Forecast(memory_bytes=held * sum(fact.bytes for fact in (*part.facts, *copied)))
     if part.exchange is None:
@@ -346,13 +351,13 @@ def _forecast(j: int, part: GroupPart, subject: _Subject, case: Case) -> Forecas
     return weights + Forecast(crossed.sent_bytes / across, crossed.kept_bytes / across, crossed.seconds)
 
 
-def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
+def _passed(j: int, subject: _Subject, counts: Counts, case: Case) -> Forecast:
     """What a stage's messages take, mean over workers."""
     options, load, topology = subject.options, subject.stages[j], case.topology
     across = topology.workers // options.replicas(topology.workers)
-    steps, messages = options.method.traffic(options, j)
+    letters = [one for one in counts.sent if one.stage == j]
     shared = 2 * reduced_bytes(subject.copies[j])  # a copy's gradients on their way to the owner, and their sums back
-    if not messages:
+    if not letters:
         return Forecast()
     below, codes = subject.stages[max(0, j - 1)], codes_of(options.edges)
     # behind gradients that are summed a count per parameter travels
@@ -365,7 +370,7 @@ def _passed(j: int, subject: _Subject, case: Case) -> Forecast:
         "norm": NORM_BYTES,
         **dict.fromkeys(TOKENS.values(), load.weight_bytes),
     }
-    passed = sum(bytes_of[message.content] for message in messages) / steps
+    passed = sum(one.times * bytes_of[one.what] for one in letters)
     sent = (passed + shared) / across
-    count = round(len(messages) / steps) + 2 * bool(shared)
+    count = round(sum(one.times for one in letters)) + 2 * bool(shared)
     return Forecast(sent, 0.0, topology.link.seconds(sent, count))

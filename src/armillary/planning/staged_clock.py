@@ -16,27 +16,27 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from armillary.planning.clock import BusySpan, Clock, Lane, Piece, Request, Simulation, Transfer, backward_pieces
+from armillary.planning.clock import BusySpan, Clock, Piece, Request, Simulation, Transfer, backward_pieces
 from armillary.planning.pricing import Case, dense_update_seconds, landing_seconds
 from armillary.planning.stage_costs import coding_seconds_of, copies_of, crossing, owners_of, reduced_bytes, sent_over
 from armillary.plans.group import Group
 from armillary.plans.parameter import ParameterFact, StageFact
 from armillary.plans.plan import Plan
 from armillary.plans.topology import Link
-from armillary.schedules.checker import SUMS
 from armillary.schedules.edges import EdgeCode, codes_of
-from armillary.schedules.instructions import Instruction, Letter, What, Wires
+from armillary.schedules.instructions import ARRIVED, SUMS, TOKENS, Holdings, Instruction, Letter, operation
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import RECOMPUTE, options_of
 from armillary.schedules.routes import NORM_BYTES
+from armillary.schedules.schedule import Cell
 
-__all__ = ["ALL_REDUCE", "play"]
+__all__ = ["ALL_REDUCE", "RankClock", "play"]
 
 ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are letters
 
 _Key = tuple[Letter, int]  # a letter and its receiver
-SHARED: tuple[What, ...] = ("copy's gradient", "shared gradient")
+SHARED = ("copy's gradient", "shared gradient")
 WARM, SHOWN = 4, 2  # steps before those that are timed; steps timed
 
 
@@ -54,15 +54,6 @@ class _Stage:
     weight_bytes: int
     count_bytes: int
     landing: float
-
-
-@dataclass(eq=False)
-class _Rank:
-    program: list[Instruction]
-    ends: list[int]  # places in the program where a step's part is over
-    clock: Clock = field(default_factory=Clock)
-    at: int = 0
-    times: list[float] = field(default_factory=list)  # when they were over
 
 
 @dataclass(eq=False)
@@ -99,6 +90,8 @@ def play(plan: Plan, case: Case) -> Simulation:
 
 
 class _Play:
+    """What all ranks have in common."""
+
     def __init__(self, plan: Plan, case: Case) -> None:
         if case.topology.workers != plan.workers:
             raise ValueError(
@@ -116,10 +109,7 @@ class _Play:
         self.woken: list[int] = []  # ranks that need wait no longer
         self.flights: list[_Flown] = []
         self.replicas = self.options.replicas(plan.workers)
-        self.reduced: dict[tuple[int, int, int], list[int]] = {}  # places in `flights`, by rank, step and stage
-        self.summed = set[tuple[int, int, int]]()  # joined with another rank's: they lie in one already
-        self.over = set[tuple[int, int, int]]()  # whose gradients are all there
-        self.ranks = [_Rank(*self._program(rank)) for rank in self._played]
+        self.ranks = [RankClock(number, *self._program(number), self) for number in self._played]
 
     @property
     def _played(self) -> range:
@@ -128,14 +118,13 @@ class _Play:
 
     def _program(self, rank: int) -> tuple[list[Instruction], list[int]]:
         schedule, clip = self.options.schedule(), self.options.clip
-        clip = None if clip is None else clip.over(schedule.stages)
         lowering = Lowering(
             schedule,
             rank,
             self.options.ranks(self._played) if len(self._played) > 1 else [rank] * schedule.workers,
-            clip,
+            None if clip is None else clip.over(schedule.stages),
             reduces=self.replicas > 1,
-            wires=Wires(self.case.topology.backend != "gloo", self.codes, self.options.method.lends, ties=self.ties),
+            wires=self.options.wires(one_queue=self.case.topology.backend != "gloo", ties=self.ties),
         )
         program, ends = list[Instruction](), list[int]()
         for _ in range(WARM + SHOWN):
@@ -148,7 +137,7 @@ class _Play:
         while ready:
             _, number = heapq.heappop(ready)
             rank = self.ranks[number]
-            if (lacking := self._goes_on(number, rank)) is not None:
+            if (lacking := rank.goes_on()) is not None:
                 self.blocked[lacking] = number
             elif rank.at < len(rank.program):
                 heapq.heappush(ready, (rank.clock.now_seconds, number))
@@ -174,160 +163,206 @@ class _Play:
                     sent_bytes=flight.sent_bytes / len(self.ranks),
                 )
 
-    def _goes_on(self, number: int, rank: _Rank) -> _Key | None:
-        """By one instruction; else the letter that it needs and that is still without its time."""
-        lacking = self._carries_out(number, rank, rank.program[rank.at])
-        if lacking is None:
-            rank.at += 1
-            while rank.ends and rank.ends[0] == rank.at:
-                rank.times.append(rank.clock.now_seconds)
-                rank.ends.pop(0)
-        return lacking
-
-    def _carries_out(self, number: int, rank: _Rank, one: Instruction) -> _Key | None:
-        """The letter that it lacks, if it does."""
-        clock, stage = rank.clock, self.stages[one.stage]
-        wanted = [(one.reads, number)] if one.reads is not None and (one.reads, number) in self.letters else []
-        if one.op == "OVER" and one.letter is not None:
-            wanted = [(one.letter, one.peer)]
-        for lacked in wanted:
-            if self.letters[lacked].arrived is None:
-                return lacked
-        for letter, receiver in wanted:
-            known, began = self.letters[letter, receiver], clock.now_seconds
-            arrived = known.arrived or 0.0
-            clock.wait(f"stage {letter.stage}", arrived)
-            flown = self.flights[known.place] = self.flights[known.place].seen(clock.now_seconds)
-            if receiver == number:
-                beside = max(0.0, min(began, arrived) - flown.flight.launch_seconds)
-                self._carry(clock, flown.sender, number, letter, beside)
-            if one.op in ("F", "B"):
-                self._code(number, letter, "decode")
-        if one.op in ("UPDATE", "NORM"):
-            for place in self.reduced.pop((number, one.step, one.stage), ()):
-                flown = self.flights[place]
-                clock.wait(flown.flight.group, flown.flight.land_seconds)
-                self.flights[place] = flown.seen(clock.now_seconds)
-        if one.op == "F":
-            clock.work(f"stage {one.stage}", "forward", stage.forward)
-        elif one.op == "B":
-            self._backward(number, clock, one)
-        elif one.op == "UPDATE":
-            clock.work(f"stage {one.stage}", "update", stage.update)
-        elif one.op == "SUM":
-            self.summed.add((number, one.step, one.stage))
-            clock.work(f"stage {one.stage}", "sum", stage.landing)
-        elif one.op == "REDUCE":
-            key = number, one.step, one.stage
-            self.reduced[key] = []
-            self._release(number, clock, one, () if key in self.over else self._trained(one.stage))
-        elif one.letter is not None and one.op in ("SEND", "RECEIVE"):
-            if one.op == "SEND":
-                self._code(number, one.letter, "encode")
-                clock.work(f"stage {one.stage}", "pack", self._packing(number, one.letter))
-            self._meet(number, one)
-            if one.op == "SEND":
-                self._carry(clock, number, one.peer, one.letter)
-        return None
-
-    def _code(self, number: int, letter: Letter, side: str) -> None:
-        """One side of a letter that is coded."""
-        code, below = self._crossing(letter)
-        if seconds := coding_seconds_of(code, below.passed, self.case):
-            self.ranks[number].clock.work(f"stage {letter.stage}", side, seconds)
-
-    def _packing(self, number: int, letter: Letter) -> float:
-        """Many tensors laid into one."""
-        lies_in_one = (number, letter.step, letter.stage) in self.summed and letter.what in SUMS
-        return self.stages[letter.stage].landing if letter.what in (*SUMS, "weights") and not lies_in_one else 0.0
-
-    def _carry(self, clock: Clock, sender: int, receiver: int, letter: Letter, beside: float = math.inf) -> None:
-        """One side's share of what compute cannot hide of a letter's bytes; beside: seconds of compute that it had."""
-        _, link = self._link(sender, receiver)
-        carried = link.seconds(self._bytes_of(letter)) - link.latency_seconds
-        shown = (1 - self.case.topology.hidden_share) / 2
-        clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
-
-    def _link(self, sender: int, receiver: int) -> tuple[Lane, Link]:
+    def link(self, sender: int, receiver: int) -> tuple[str, Link]:
         topology = self.case.topology
         is_inside = topology.node_of(sender) == topology.node_of(receiver)
         return ("inside", topology.inside) if is_inside else ("between", topology.between)
 
-    def _crossing(self, letter: Letter) -> tuple[EdgeCode | None, _Stage]:
+    def crossing(self, letter: Letter) -> tuple[EdgeCode | None, _Stage]:
         """How it is coded, and the stage below the edge."""
         return self.codes.get((letter.what, letter.stage)), self.stages[letter.stage - (letter.what != "activation")]
 
-    def _backward(self, number: int, clock: Clock, one: Instruction) -> None:
-        """With the step's last micro-batch gradients become final, one after another."""
-        is_released = (number, one.step, one.stage) in self.reduced
-        waiting = self._trained(one.stage)
-        for piece in self.stages[one.stage].backward:
-            clock.work(f"stage {one.stage}", "backward", piece.seconds)
-            waiting.discard(piece.parameter or "")
-            if is_released and piece.parameter:
-                self._release(number, clock, one, waiting)
-        if is_released:
-            self._release(number, clock, one, ())
-        if one.micro_batch == self.options.micro_batches - 1:
-            self.over.add((number, one.step, one.stage))
-
-    def _trained(self, stage: int) -> set[str]:
-        return {name for group in self._groups(stage) for name in group.parameters}
-
-    def _groups(self, stage: int) -> list[Group]:
+    def groups(self, stage: int) -> list[Group]:
         return [group for group in self.plan.groups if group.stage == stage]
 
-    def _release(self, number: int, clock: Clock, one: Instruction, waiting: Collection[str]) -> None:
+    def bytes_of(self, letter: Letter) -> float:
+        stage, (code, below) = self.stages[letter.stage], self.crossing(letter)
+        if letter.what in ("activation", "activation gradient"):
+            return sent_over(code, below.passed)
+        if letter.what in SUMS:
+            return stage.weight_bytes + stage.count_bytes
+        if letter.what in ("weights", *TOKENS.values()):
+            return stage.weight_bytes
+        return self.shared_bytes.get(letter.stage, 0) if letter.what in SHARED else NORM_BYTES
+
+    def meet(self, sender: int, receiver: int, letter: Letter) -> None:
+        """With both sides there the letter moves."""
+        known = self.letters[letter, receiver]
+        if known.sent is None or known.room is None:
+            return
+        (lane, link), nbytes = self.link(sender, receiver), self.bytes_of(letter)
+        clock, seconds = self.ranks[sender].clock, link.seconds(nbytes)
+        joint = max(known.sent, known.room)
+        known.arrived = clock.occupy(lane, BusySpan(lane, f"stage {letter.stage}", "send", joint, seconds, nbytes))
+        self.woken += [self.blocked.pop(key) for key in ((letter, receiver),) if key in self.blocked]
+        known.place = len(self.flights)
+        flight = Transfer(f"stage {letter.stage}", letter.what, joint, known.arrived, nbytes)
+        self.flights.append(_Flown(sender, known.sent, flight))
+
+
+@dataclass(eq=False)
+class RankClock:
+    """One rank's list against its clock. Methods that take an instruction are what the table's rows call.
+
+    Args of note:
+        ends: places in the program where a step's part is over. times: when they were over.
+        reduced: places in `flights`, by step and stage. summed: joined with another rank's: they lie in one already.
+        over: whose gradients are all there.
+        apart: when what has gone to another place is there, by the place that made it: for rows of a schedule's own.
+    """
+
+    number: int
+    program: list[Instruction]
+    ends: list[int]
+    play: _Play
+    clock: Clock = field(default_factory=Clock)
+    at: int = 0
+    times: list[float] = field(default_factory=list)
+    reduced: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    summed: set[tuple[int, int]] = field(default_factory=set)
+    over: set[tuple[int, int]] = field(default_factory=set)
+    apart: dict[Cell, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._held = Holdings(self.play.options.schedule())
+
+    def goes_on(self) -> _Key | None:
+        """By one instruction; else the letter that it needs and that is still without its time."""
+        one = self.program[self.at]
+        row = operation(one.op)
+        wanted = [key for thing in row.uses(one, self._held) if (key := self._sent(thing, one)) is not None]
+        for lacked in wanted:
+            if self.play.letters[lacked].arrived is None:
+                return lacked
+        for letter, receiver in wanted:
+            self._take(letter, receiver)
+        row.seconds(self, one)
+        self.at += 1
+        while self.ends and self.ends[0] == self.at:
+            self.times.append(self.clock.now_seconds)
+            self.ends.pop(0)
+        return None
+
+    def _sent(self, thing: Letter, one: Instruction) -> _Key | None:
+        """What crosses to this rank, or has left it."""
+        if thing.what.startswith(ARRIVED):
+            return thing._replace(what=thing.what.removeprefix(ARRIVED)), one.peer
+        return (thing, self.number) if (thing, self.number) in self.play.letters else None
+
+    def _take(self, letter: Letter, receiver: int) -> None:
+        known, began, flights = self.play.letters[letter, receiver], self.clock.now_seconds, self.play.flights
+        arrived = known.arrived or 0.0
+        self.clock.wait(f"stage {letter.stage}", arrived)
+        flown = flights[known.place] = flights[known.place].seen(self.clock.now_seconds)
+        if receiver == self.number:
+            beside = max(0.0, min(began, arrived) - flown.flight.launch_seconds)
+            self._carry(flown.sender, receiver, letter, beside)
+            self._code(letter, "decode")
+
+    def stage(self, one: Instruction) -> _Stage:
+        return self.play.stages[one.stage]
+
+    def work(self, one: Instruction, action: str, seconds: float) -> None:
+        """The processor does it."""
+        self.clock.work(f"stage {one.stage}", action, seconds)
+
+    def carry_apart(self, one: Instruction, lane: str, action: str, nbytes: float, seconds: float) -> float:
+        """Something goes on a lane beside the processor; when it is there."""
+        span = BusySpan(lane, f"stage {one.stage}", action, self.clock.now_seconds, seconds, nbytes)
+        return self.clock.occupy(lane, span)
+
+    def wait(self, one: Instruction, until_seconds: float) -> None:
+        self.clock.wait(f"stage {one.stage}", until_seconds)
+
+    def forward(self, one: Instruction) -> None:
+        self.work(one, "forward", self.stage(one).forward)
+
+    def backward(self, one: Instruction) -> None:
+        """With the step's last micro-batch gradients become final, one after another."""
+        key = one.step, one.stage
+        is_released = key in self.reduced
+        waiting = self._trained(one.stage)
+        for piece in self.stage(one).backward:
+            self.work(one, "backward", piece.seconds)
+            waiting.discard(piece.parameter or "")
+            if is_released and piece.parameter:
+                self._release(one, waiting)
+        if is_released:
+            self._release(one, ())
+        if one.micro_batch == self.play.options.micro_batches - 1:
+            self.over.add(key)
+
+    def update(self, one: Instruction) -> None:
+        self.land_means(one)
+        self.work(one, "update", self.stage(one).update)
+
+    def land_means(self, one: Instruction) -> None:
+        """Means over replicas are waited for."""
+        for place in self.reduced.pop((one.step, one.stage), ()):
+            flown = self.play.flights[place]
+            self.clock.wait(flown.flight.group, flown.flight.land_seconds)
+            self.play.flights[place] = flown.seen(self.clock.now_seconds)
+
+    def add_up(self, one: Instruction) -> None:
+        self.summed.add((one.step, one.stage))
+        self.work(one, "sum", self.stage(one).landing)
+
+    def reduce(self, one: Instruction) -> None:
+        key = one.step, one.stage
+        self.reduced[key] = []
+        self._release(one, () if key in self.over else self._trained(one.stage))
+
+    def send_letter(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self._code(one.letter, "encode")
+        self.work(one, "pack", self._packing(one.letter))
+        self.play.letters[one.letter, one.peer].sent = self.clock.now_seconds
+        self.play.meet(self.number, one.peer, one.letter)
+        self._carry(self.number, one.peer, one.letter)
+
+    def make_room(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self.play.letters[one.letter, self.number].room = self.clock.now_seconds
+        self.play.meet(one.peer, self.number, one.letter)
+
+    def _code(self, letter: Letter, side: str) -> None:
+        """One side of a letter that is coded."""
+        code, below = self.play.crossing(letter)
+        if seconds := coding_seconds_of(code, below.passed, self.play.case):
+            self.clock.work(f"stage {letter.stage}", side, seconds)
+
+    def _packing(self, letter: Letter) -> float:
+        """Many tensors laid into one."""
+        lies_in_one = (letter.step, letter.stage) in self.summed and letter.what in SUMS
+        is_packed = letter.what in (*SUMS, "weights") and not lies_in_one
+        return self.play.stages[letter.stage].landing if is_packed else 0.0
+
+    def _carry(self, sender: int, receiver: int, letter: Letter, beside: float = math.inf) -> None:
+        """One side's share of what compute cannot hide of a letter's bytes; beside: seconds of compute that it had."""
+        _, link = self.play.link(sender, receiver)
+        carried = link.seconds(self.play.bytes_of(letter)) - link.latency_seconds
+        shown = (1 - self.play.case.topology.hidden_share) / 2
+        self.clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
+
+    def _trained(self, stage: int) -> set[str]:
+        return {name for group in self.play.groups(stage) for name in group.parameters}
+
+    def _release(self, one: Instruction, waiting: Collection[str]) -> None:
         """Means over replicas set out, in the plan's order, of the groups that wait for no gradient."""
-        gone = self.reduced[number, one.step, one.stage]
-        for group in self._groups(one.stage)[len(gone) :]:
+        gone, case = self.reduced[one.step, one.stage], self.play.case
+        for group in self.play.groups(one.stage)[len(gone) :]:
             if not set(waiting).isdisjoint(group.parameters):
                 return
-            facts = [self.case.profile.parameter(name) for name in group.parameters]
-            crossed = crossing(facts, group.own_exchange, self.options, self.case)
+            facts = [case.profile.parameter(name) for name in group.parameters]
+            crossed = crossing(facts, group.own_exchange, self.play.options, case)
             sent, seconds = crossed.sent_bytes, crossed.link_seconds
-            clock.work(group.name, "pack", crossed.processor_seconds)
-            launch, is_inside = clock.now_seconds, self.case.topology.nodes == 1
-            landed = clock.send(group.name, ALL_REDUCE, [Request(sent, seconds * is_inside, seconds * (not is_inside))])
-            gone.append(len(self.flights))
-            self.flights.append(_Flown(number, launch, Transfer(group.name, ALL_REDUCE, launch, landed, sent)))
-
-    def _meet(self, number: int, one: Instruction) -> None:
-        """One side has done its part; with both the letter moves."""
-        assert one.letter is not None
-        sender, receiver = (number, one.peer) if one.op == "SEND" else (one.peer, number)
-        letter, now = self.letters[one.letter, receiver], self.ranks[number].clock.now_seconds
-        if one.op == "SEND":
-            letter.sent = now
-        else:
-            letter.room = now
-        if letter.sent is None or letter.room is None:
-            return
-        (lane, link), nbytes = self._link(sender, receiver), self._bytes_of(one.letter)
-        clock, seconds = self.ranks[sender].clock, link.seconds(nbytes)
-        start = max(letter.sent, letter.room, clock.free_seconds[lane])
-        clock.free_seconds[lane] = letter.arrived = start + seconds
-        self.woken += [self.blocked.pop(key) for key in ((one.letter, receiver),) if key in self.blocked]
-        name = f"stage {one.letter.stage}"
-        clock.spans.append(BusySpan(lane, name, "send", start, seconds, nbytes))
-        letter.place, joint = len(self.flights), max(letter.sent, letter.room)
-        flight = Transfer(name, one.letter.what, joint, letter.arrived, nbytes)
-        self.flights.append(_Flown(sender, letter.sent, flight))
-
-    def _bytes_of(self, letter: Letter) -> float:
-        stage, (code, below) = self.stages[letter.stage], self._crossing(letter)
-        sums = stage.weight_bytes + stage.count_bytes
-        bytes_of: dict[What, float] = {
-            "activation": sent_over(code, below.passed),
-            "activation gradient": sent_over(code, below.passed),
-            "partial gradient": sums,
-            "gradient": sums,
-            "weights": stage.weight_bytes,
-            "forward weights": stage.weight_bytes,
-            "backward weights": stage.weight_bytes,
-            **dict.fromkeys(SHARED, self.shared_bytes.get(letter.stage, 0)),
-        }
-        return bytes_of.get(letter.what, NORM_BYTES)
+            self.clock.work(group.name, "pack", crossed.processor_seconds)
+            launch, is_inside = self.clock.now_seconds, case.topology.nodes == 1
+            request = Request(sent, seconds * is_inside, seconds * (not is_inside))
+            landed = self.clock.send(group.name, ALL_REDUCE, [request])
+            gone.append(len(self.play.flights))
+            flight = Transfer(group.name, ALL_REDUCE, launch, landed, sent)
+            self.play.flights.append(_Flown(self.number, launch, flight))
 
 
 def _stages(plan: Plan, case: Case, options: ScheduleOptions) -> Iterator[_Stage]:

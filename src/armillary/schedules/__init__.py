@@ -11,14 +11,26 @@ from armillary.schedules.corrections.correction import (
     register_correction,
     stale_share,
 )
-from armillary.schedules.edges import Edge, codes_of
+from armillary.schedules.costs import Planned
+from armillary.schedules.edges import EDGES, Edge, Remembered, codes_of
 from armillary.schedules.in_pipeline import pipeline_method
-from armillary.schedules.method import Method, Planned, ScheduleOptions, StageLoad
+from armillary.schedules.instructions import Letter, Operation, register_operation, saved
+from armillary.schedules.method import (
+    Method,
+    Objectives,
+    OptionRules,
+    Placing,
+    Residencies,
+    ScheduleOptions,
+    StageLoad,
+)
+from armillary.schedules.rank_list import Residency
 from armillary.schedules.registry import SCHEDULES, options_of, owns_loop, read
 from armillary.schedules.schedule import Action, Kind, Row, Schedule, Staleness, one_pass
 
 __all__ = [
     "CORRECTIONS",
+    "EDGES",
     "NORMS",
     "SCHEDULES",
     "Action",
@@ -26,8 +38,16 @@ __all__ = [
     "Correction",
     "Edge",
     "Kind",
+    "Letter",
     "Method",
+    "Objectives",
+    "Operation",
+    "OptionRules",
+    "Placing",
     "Planned",
+    "Remembered",
+    "Residencies",
+    "Residency",
     "Row",
     "Schedule",
     "ScheduleOptions",
@@ -41,5 +61,7 @@ __all__ = [
     "pipeline_method",
     "read",
     "register_correction",
+    "register_operation",
+    "saved",
     "stale_share",
 ]

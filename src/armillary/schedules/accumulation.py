@@ -6,8 +6,8 @@ face.
 
 from armillary.plans.mesh import DATA
 from armillary.plans.units import bytes_text
-from armillary.schedules.costs import kept_copies, peak_on_one_device
-from armillary.schedules.method import Method, Options, Planned
+from armillary.schedules.costs import Planned, peak_on_one_device
+from armillary.schedules.method import Method, OptionRules, Options, Placing
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, one_pass
 
@@ -46,16 +46,13 @@ SCHEDULES.register(
     "accumulation",
     Method(
         table=lambda options: accumulation(options.micro_batches, options.stages),
-        knows=frozenset({"micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
+        options=OptionRules(
+            knows=frozenset({"micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
+            defaults=_defaults,
+        ),
         examples=({"workers": 1, "micro_batches": 3}, {"workers": 2, "micro_batches": 4}),
-        axis=DATA,
-        is_side_by_side=True,
-        is_even=True,
-        has_exchanges=True,
-        defaults=_defaults,
-        copies=kept_copies,
-        peak=lambda options, stages: peak_on_one_device(options.schedule(), stages),
-        pace=lambda options, stages: sum(stages) * options.micro_batches,
+        placement=Placing(DATA),
+        replicates_table=True,
         notes=_notes,
     ),
 )

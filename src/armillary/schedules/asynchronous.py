@@ -11,7 +11,8 @@ from armillary.plans.advice import Advice, Situation, advises, planned
 from armillary.plans.choice import Choice
 from armillary.plans.mesh import DATA
 from armillary.plans.update_log import refused_bound
-from armillary.schedules.method import PARAMETER_SERVER, Method, Planned, ScheduleOptions
+from armillary.schedules.costs import Planned
+from armillary.schedules.method import PARAMETER_SERVER, Method, OptionRules, Placing, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, one_pass
 
@@ -56,18 +57,18 @@ SCHEDULES.register(
     "asynchronous",
     Method(
         table=lambda options: asynchronous(),
-        knows=frozenset({"bound", "clip_norm", "micro_batches"}),
+        options=OptionRules(
+            knows=frozenset({"bound", "clip_norm", "micro_batches"}),
+            defaults=lambda given, workers: {"bound": BOUND},
+            follows=("micro_batches",),
+            check=_check,
+        ),
         examples=({"workers": 3, "bound": 2}, {"workers": 2, "bound": None}, {"workers": 1}),
-        axis=DATA,
+        placement=Placing(axis=DATA, deals_rows=True),
         step_mode=PARAMETER_SERVER,
         is_cut=False,
-        is_side_by_side=True,
-        keeps_own_statistics=True,
-        defaults=lambda given, workers: {"bound": BOUND},
-        check=_check,
+        replicates_table=True,
         notes=_notes,
-        follows=("micro_batches",),
-        deals_rows=True,
     ),
 )
 

@@ -17,13 +17,11 @@ from fractions import Fraction
 
 from armillary.plans.mesh import DATA
 from armillary.plans.units import bytes_text
-from armillary.schedules.clipping import Clip
-from armillary.schedules.costs import peak_over_workers
-from armillary.schedules.method import Method, Options, Planned, ScheduleOptions, StageLoad, Traffic
-from armillary.schedules.routes import NORM_BYTES, Message, owner_of, refuse_in_ring
+from armillary.schedules.costs import Planned, peak_over_workers
+from armillary.schedules.method import Method, OptionRules, Options, Placing, Residencies, ScheduleOptions, StageLoad
 from armillary.schedules.schedule import Action, Kind, Row, Schedule
 
-__all__ = ["cyclic", "ring_method", "sent_bytes", "shared_memory"]
+__all__ = ["RING_OPTIONS", "cyclic", "ring_method", "shared_memory"]
 
 
 def cyclic(
@@ -81,33 +79,18 @@ RING_OPTIONS = frozenset({"slack", "micro_batches", "stages", "points", "costs",
 
 
 def ring_method(
-    messages: Callable[[Schedule, Clip | None], list[Message]],
-    copies: Callable[[ScheduleOptions, int, int, float], float],
     notes: Callable[[Planned], list[str]],
     examples: tuple[Options, ...] = ({"workers": 3}, {"workers": 2, "stages": 4, "slack": 1}),
     lends: bool = False,
 ) -> Method:
-    """A ring's registry entry; messages: of a step of the whole ring; the rest as in `Method`."""
-
-    def traffic(options: ScheduleOptions, stage: int) -> Traffic:
-        found = messages(options.schedule(), options.clip)
-        return Traffic(1, [message for message in found if message.stage == stage])
-
+    """A ring's registry entry; lends: see `Residencies`."""
     return Method(
         table=_table,
-        knows=RING_OPTIONS,
+        options=OptionRules(RING_OPTIONS, implied=_one_each, follows=("micro_batches",)),
         examples=examples,
-        axis=DATA,
-        lends=lends,
-        keeps_own_statistics=True,
-        no_edges="weights and gradients go from process to process, activations stay where they are made",
-        implied=_one_each,
-        refuse_late_norm=refuse_in_ring,
-        owner=_owner,
-        traffic=traffic,
-        copies=copies,
+        placement=Placing(DATA),
+        residency=Residencies(lends_weights=lends),
         notes=notes,
-        follows=("micro_batches",),
     )
 
 
@@ -117,18 +100,6 @@ def _one_each(given: Options, workers: int) -> Options:
 
 def _table(options: ScheduleOptions) -> Schedule:
     return cyclic(options.micro_batches, options.stages, options.slack, options.costs or None)
-
-
-def _owner(options: ScheduleOptions, stage: int) -> int:
-    return owner_of(options.schedule(), stage)
-
-
-def sent_bytes(messages: Sequence[Message], workers: int, stages: Sequence[StageLoad]) -> list[int]:
-    """Of each worker in a step: stages go whole, norms are one number."""
-    sent = [0] * workers
-    for message in messages:
-        sent[message.sender] += stages[message.stage].weight_bytes if message.content != "norm" else NORM_BYTES
-    return sent
 
 
 def shared_memory(schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:

@@ -7,13 +7,13 @@ backward only; the ring is at most as late. The notes say which of them is bette
 Source: Pipe-SGD (Li et al., 2018) with width two; delayed parameter update (ZeRO-Offload, Ren et al., 2021).
 """
 
+from armillary.plans.choice import Choice
 from armillary.plans.mesh import DATA
 from armillary.plans.units import bytes_text, seconds_text
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.method import Method, Planned
-from armillary.schedules.registry import SCHEDULES
+from armillary.schedules.costs import Planned, counted
+from armillary.schedules.method import Method, OptionRules, Placing
+from armillary.schedules.registry import SCHEDULES, read
 from armillary.schedules.ring import DOMINATED_WORKERS
-from armillary.schedules.routes import ring_messages
 from armillary.schedules.schedule import Schedule, one_pass
 
 __all__ = ["delayed_all_reduce"]
@@ -47,11 +47,11 @@ def _beside_plain(planned: Planned) -> str:
 def _beside_ring(planned: Planned) -> str:
     """The ring of as many equal stages as workers, at slack 0, whatever the model can be cut into."""
     workers, reduced = planned.workers, planned.exchange_bytes
-    ring = cyclic(workers)
-    weights = reduced * workers / (2 * (workers - 1))
+    options = read(Choice("ring"), workers)
+    ring, weights = options.schedule(), reduced * workers / (2 * (workers - 1))
     sent = [0.0] * workers
-    for message in ring_messages(ring):
-        sent[message.sender] += weights / workers
+    for one in counted(options).sent:
+        sent[one.sender] += one.times * weights / workers
     figures = (
         f"sent per worker and step: {bytes_text(reduced)} here; {bytes_text(sum(sent) / workers)} round a cyclic ring "
         f"of {workers} equal stages, {bytes_text(max(sent))} by its busiest worker, where {ring.stale_share:.0%} of "
@@ -66,12 +66,10 @@ SCHEDULES.register(
     "delayed_all_reduce",
     Method(
         table=lambda options: delayed_all_reduce(workers=1),
-        knows=frozenset({"clip_norm", "bucket_bytes"}),
-        axis=DATA,
+        options=OptionRules(frozenset({"clip_norm", "bucket_bytes"})),
+        placement=Placing(DATA),
         is_cut=False,
-        is_side_by_side=True,
-        is_even=True,
-        keeps_own_statistics=True,
+        replicates_table=True,
         notes=_notes,
     ),
 )

@@ -4,11 +4,9 @@ Source: Huang et al., GPipe, 2019. Departure: backwards run in the order of the 
 reversed, so that gradients are summed in micro-batch order.
 """
 
-from dataclasses import replace
-
 from armillary.plans.units import bytes_text
-from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
-from armillary.schedules.method import Planned
+from armillary.schedules.costs import Planned
+from armillary.schedules.in_pipeline import pipeline_method, utilisation
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Action, Schedule
 
@@ -28,7 +26,7 @@ def gpipe(stages: int, micro_batches: int) -> Schedule:
 
 def _notes(planned: Planned) -> list[str]:
     _, flush = utilisation(planned)
-    most = fullest_stage(planned.options, planned.stages)
+    most = planned.counts.peak(planned.stages)
     return [
         f"utilisation of {planned.options.stages} devices: {flush:.0%} with this cut, the bubble included",
         f"the fullest stage holds {bytes_text(most)} of activations at its peak",
@@ -37,12 +35,8 @@ def _notes(planned: Planned) -> list[str]:
 
 SCHEDULES.register(
     "gpipe",
-    replace(
-        pipeline_method(
-            table=lambda options: gpipe(options.stages, options.micro_batches),
-            pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
-            notes=_notes,
-        ),
-        sums_ties=True,
+    pipeline_method(
+        table=lambda options: gpipe(options.stages, options.micro_batches),
+        notes=_notes,
     ),
 )

@@ -3,44 +3,36 @@
 With fewer stages than processes several pipelines work side by side, each on data of its own (data x stage).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
-from armillary.schedules.costs import mean_over_workers, peak_over_workers
-from armillary.schedules.method import Method, Objective, Options, Planned, ScheduleOptions, StageLoad, Traffic
-from armillary.schedules.routes import pipeline_messages, refuse_in_pipeline
+from armillary.schedules.costs import Planned
+from armillary.schedules.method import Method, Objective, Objectives, OptionRules, Options, Placing, ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["PIPELINE_OPTIONS", "fullest_stage", "pipeline_method", "utilisation"]
+__all__ = ["PIPELINE_OPTIONS", "pipeline_method", "utilisation"]
 
 PIPELINE_OPTIONS = frozenset({"micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"})
 
 
 def pipeline_method(
     table: Callable[[ScheduleOptions], Schedule],
-    pace: Callable[[ScheduleOptions, Sequence[float]], float],
     notes: Callable[[Planned], list[str]],
     knows: frozenset[str] = PIPELINE_OPTIONS,
     examples: tuple[Options, ...] = ({"workers": 3, "micro_batches": 4},),
     parts: int = 1,
     objectives: Callable[[ScheduleOptions], Mapping[int, Objective]] = lambda options: {},
 ) -> Method:
-    """A pipeline's registry entry; arguments as in `Method`. parts: stages a process."""
+    """A pipeline's registry entry; arguments as in `Method` and what that is made of. parts: stages a process."""
     return Method(
         table=table,
-        knows=knows,
+        options=OptionRules(
+            knows=knows,
+            implied=lambda given, workers: {"stages": parts * _across(given, workers, parts)},
+            defaults=lambda given, workers: {"micro_batches": _across(given, workers, parts)},
+        ),
         examples=examples,
-        has_exchanges=True,
-        no_edges="",
-        across=lambda options, workers: options.stages // parts,
-        implied=lambda given, workers: {"stages": parts * _across(given, workers, parts)},
-        defaults=lambda given, workers: {"micro_batches": _across(given, workers, parts)},
-        refuse_late_norm=refuse_in_pipeline,
-        owner=_owner,
-        traffic=_traffic,
-        copies=mean_over_workers,
-        peak=fullest_stage,
-        pace=pace,
-        objectives=objectives,
+        placement=Placing(parts=parts),
+        objectives=Objectives(of=objectives),
         notes=notes,
     )
 
@@ -61,21 +53,6 @@ def _across(given: Options, workers: int, parts: int) -> int:
             f"reference has no words; drop them, or take as many stages as processes"
         )
     return across
-
-
-def _owner(options: ScheduleOptions, stage: int) -> int:
-    return options.schedule().worker_of(0, stage)
-
-
-def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
-    found = pipeline_messages(options.schedule(), options.clip)
-    return Traffic(1, [message for message in found if message.stage == stage])
-
-
-def fullest_stage(options: ScheduleOptions, stages: Sequence[StageLoad]) -> int:
-    """Bytes of activations of the worker that keeps most."""
-    schedule = options.schedule()
-    return max(peak_over_workers(schedule, stages, worker) for worker in range(schedule.workers))
 
 
 def utilisation(planned: Planned) -> tuple[float, float]:

@@ -1,7 +1,11 @@
-"""One typed action of a rank's program, and what travels between ranks.
+"""The table of instructions: what each one reads, uses up and makes, how long it takes, and how it runs.
 
-A plan is lowered to one list of these per rank (`lowering.py`). Who reads it: the interpreter carries it out, the
-checker plays the lists of all ranks. Nothing in it says how: which stage, which step and micro-batch, with whom.
+A plan is lowered to one list of instructions per rank (`lowering.py`). All who read a list go by this table: the
+checker plays the lists of all ranks, counts say what a rank holds, the simulator plays them against a clock, the
+interpreter carries them out. Nothing in a list says how: which stage, which step and micro-batch, with whom.
+
+A row is an instruction. What it reads, uses up and makes are *things*, named as letters are: an activation, a sum of
+gradients, a version of weights. A schedule's own file may `register_operation` more of them.
 
     F, B              forward and backward of a stage for a micro-batch
     SEND, RECEIVE     a letter to a peer: started; room made for one of a peer's
@@ -18,73 +22,40 @@ checker plays the lists of all ranks. Nothing in it says how: which stage, which
     NORM, KNOW        a stage's square joins those of the stages above; the whole is known on this rank
 
 Source: the action list of torch.distributed.pipelining, which has F, B, sends, receives, REDUCE_GRAD.
-
-One rank's list of instructions as it is written, and which letters it needs room for, has sent, and may let go.
-
-Note [Early room]. Nothing moves before there is room for it, so room is made before the sender's place in the order:
-then a letter can move while its receiver computes, however far the sender is ahead. Where both directions of a pair are
-one queue (NCCL), up to the message before it. Where each has a lane of its own (gloo), as early as it is certain: what
-goes up at the beginning of the call, a gradient when its own forward is done.
-
-A letter is waited for (`OVER`) when it has certainly arrived: an activation when its gradient has come back, others
-some actions after the one that needed them, by the clock. At the latest before that of the next step leaves: weights
-and sums are as large as a stage, so one of each is on its way at a time, however seldom a rank acts.
-
-Where room is short neither holds: what is on its way takes memory on both sides. Room is made where a letter leaves,
-and the sender lets go of it with its first action after the one that needed it.
-
-What is still to be done: the actions of the steps handed in so far, in the order of a schedule.
-
-Steps overlap: some of a step's backwards come after forwards of the next. Within a tick backwards come before
-forwards, so that memory is freed first, then workers in order, so that gradients are summed in worker order.
-
-What workers of a schedule do with letters, as far as it concerns the rank whose list is written.
-
-Which rank runs which stage of which micro-batch of which step, and what goes from rank to rank around that.
-
-A schedule has workers, a run has ranks. Mostly a worker is a rank, or all of them are one (`by_worker.py`); a
-schedule's file may place them otherwise. A placement says itself what crosses because of it, so nobody who lowers or
-carries out a schedule asks which placement it is.
 """
 
-import heapq
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.edges import Codes, EdgeCode
+from armillary.schedules.edges import EdgeCode
 from armillary.schedules.schedule import Cell, Kind, Schedule
 
 __all__ = [
+    "ARRIVED",
+    "KNOWN",
     "NO_MICRO_BATCH",
-    "ONE_QUEUE",
-    "ActionQueue",
-    "Around",
+    "OWN",
+    "SAVED",
+    "SUMS",
+    "TOKENS",
+    "VERSION",
+    "Holdings",
     "Instruction",
     "Letter",
-    "Op",
-    "Placement",
-    "RankList",
-    "Ranks",
-    "ScheduledAction",
-    "Ties",
-    "What",
-    "Wires",
-    "WorkersList",
+    "Operation",
+    "operation",
+    "register_operation",
+    "saved",
 ]
 
 NO_MICRO_BATCH = -1
-
-Op = Literal[
-    "F", "B", "SEND", "RECEIVE", "OVER", "REDUCE", "SUM", "UPDATE", "UNSHARD", "RESHARD", "ADOPT", "NORM",
-    "KNOW", "TIE",
-]  # fmt: skip
-What = Literal[
-    "activation", "activation gradient", "partial gradient", "gradient", "weights", "forward weights",
-    "backward weights", "partial norm", "norm", "buffers", "copy's gradient", "shared gradient",
-]  # fmt: skip
+SUMS = ("partial gradient", "gradient")
+TOKENS: dict[Kind, str] = {"F": "forward weights", "B": "backward weights"}
+# Things that stay with a rank: an activation for its backward, a micro-batch's gradients, weights, a norm, and the news
+# that a letter has arrived.
+SAVED, OWN, VERSION, KNOWN, ARRIVED = "saved activation", "own gradient", "version", "known norm", "arrived "
 
 
 class Letter(NamedTuple):
@@ -93,7 +64,7 @@ class Letter(NamedTuple):
     an action, its forward or backward weights, have the place of that action, and say their version. Gradients of
     parameters that stages share name the stage that has the copy."""
 
-    what: What
+    what: str
     step: int
     micro_batch: int
     stage: int
@@ -117,11 +88,12 @@ class Letter(NamedTuple):
 class Instruction(NamedTuple):
     """
     Args of note:
+        op: a row of the table.
         tick: of the schedule's clock, counted from the first step; the order of the list, not a time to wait for.
         letter, peer: of SEND, RECEIVE and OVER. code: how the letter is coded, if it is.
     """
 
-    op: Op
+    op: str
     tick: int
     step: int
     micro_batch: int
@@ -134,266 +106,276 @@ class Instruction(NamedTuple):
     def place(self) -> Cell:
         return self.step, self.micro_batch, self.stage
 
-    @property
-    def reads(self) -> Letter | None:
-        """The letter that it cannot do without, if that comes from another action or rank; the ends have none."""
-        if self.op == "F":
-            return Letter("activation", self.step, self.micro_batch, self.stage - 1)
-        if self.op == "B":
-            return Letter("activation gradient", self.step, self.micro_batch, self.stage + 1)
-        if self.op == "NORM":
-            return Letter("partial norm", self.step, NO_MICRO_BATCH, self.stage + 1)
-        return self.letter if self.op in ("SUM", "TIE", "UNSHARD", "ADOPT", "KNOW") else None
-
     def __str__(self) -> str:
         at = f"{self.op} {self.stage}.{self.micro_batch} of step {self.step}"
         return at if self.letter is None else f"{self.op} {self.letter} ({self.peer})"
 
 
-Ties = Mapping[int, int]  # by stage that holds copies of parameters, the stage that owns them
+def saved(one: Instruction) -> Letter:
+    """What the backward of a place needs of its forward."""
+    return Letter(SAVED, *one.place)
 
-PATIENCE = 4  # actions of a rank between what needed a letter of its and the wait for it
+
+@dataclass(eq=False)
+class Holdings:
+    """What a rank holds while its list is gone through.
+
+    Args of note:
+        drains: steps before which the run drained.
+        borrowed, brought: stages whose weights come for one action, and all whose weights come from other ranks.
+        parts: micro-batches whose gradients a letter holds; those of all ranks.
+    """
+
+    schedule: Schedule
+    clip: Clip | None = None
+    drains: Collection[int] = ()
+    borrowed: Collection[int] = ()
+    brought: Collection[int] = ()
+    parts: dict[Letter, list[int]] = field(default_factory=dict)
+    here: set[Letter] = field(default_factory=set)
+
+    def begin(self, program: Iterable[Instruction]) -> None:
+        """Of the rank whose list this is: version 0 of the stages that it does not borrow."""
+        listed = [*program]
+        came = [one for one in listed if one.op == "UNSHARD" and one.letter is not None]
+        self.brought = {one.stage for one in came}
+        self.borrowed = {one.stage for one in came if one.letter is not None and one.letter.what in TOKENS.values()}
+        self.here |= {_version(one.stage, 0) for one in listed if one.stage not in self.borrowed}
+
+    def carry_out(self, one: Instruction) -> "Changed":
+        row = operation(one.op)
+        changed = Changed([*row.uses(one, self)], [*row.makes(one, self)])
+        self.here.difference_update(changed.used)
+        self.here.update(changed.made)
+        return changed
+
+    def own(self, step: int, stage: int) -> list[Letter]:
+        """Gradients of a stage that are here, a micro-batch each."""
+        every = (Letter(OWN, step, m, stage) for m in range(self.schedule.micro_batches))
+        return [one for one in every if one in self.here]
+
+    def weights(self, stage: int, version: int) -> Iterator[Letter]:
+        """A version, and where it was made here and waits for a norm to be clipped by, that."""
+        yield _version(stage, version)
+        if version and self.clip is not None and self.clip.waits and stage not in self.brought:
+            yield Letter(KNOWN, version - 1, NO_MICRO_BATCH, 0)
+
+    def lent(self, letter: Letter) -> Iterator[Letter]:
+        """What another rank gets for an action: a token that came here, or a version that was made here."""
+        if letter.stage in self.borrowed:
+            yield _token(letter)
+        else:
+            yield from self.weights(letter.stage, letter.version)
+
+    def read_by(self, one: Instruction, kind: Kind) -> Iterator[Letter]:
+        """The weights that an action reads. A backward has those of its forward, unless they come for it alone."""
+        version = self.schedule.version(one.place, self.drains)
+        if one.stage in self.borrowed:
+            yield Letter(TOKENS[kind], NO_MICRO_BATCH, NO_MICRO_BATCH, one.stage, version)
+        elif kind == "F":
+            yield from self.weights(one.stage, version)
+
+
+class Changed(NamedTuple):
+    """What an instruction took, and what there is since."""
+
+    used: list[Letter]
+    made: list[Letter]
+
+
+Things = Callable[[Instruction, Holdings], Iterable[Letter]]
+
+
+def _none(one: Instruction, held: Holdings) -> Iterable[Letter]:
+    return ()
+
+
+def _no_time(clock: Any, one: Instruction) -> None:
+    """It takes none."""
 
 
 @dataclass(frozen=True)
-class Wires:
-    """How letters travel.
+class Operation:
+    """One row.
 
     Args:
-        one_queue: whether both directions of a pair share one; see Note [Early room].
-        codes: of edges that are coded.
-        lends: whether only the owner of a stage keeps its weights, where several ranks run it. Room is short then.
-        buffered: stages whose buffers travel, where micro-batches take turns on ranks.
-        ties: stages that share parameters.
+        run: (interpreter, instruction): carries it out.
+        seconds: (clock of a rank, instruction): plays it, once what it reads and uses is there.
+        uses: things that it needs and that are gone then. reads: those that stay. makes: those that are there then.
     """
 
-    one_queue: bool = True
-    codes: Codes = field(default_factory=dict)
-    lends: bool = False
-    buffered: Collection[int] = ()
-    ties: Ties = field(default_factory=dict)
+    run: Callable[[Any, Instruction], None]
+    seconds: Callable[[Any, Instruction], None] = _no_time
+    uses: Things = _none
+    reads: Things = _none
+    makes: Things = _none
 
 
-ONE_QUEUE = Wires()
+def _version(stage: int, version: int) -> Letter:
+    return Letter(VERSION, NO_MICRO_BATCH, NO_MICRO_BATCH, stage, version)
 
 
-class RankList:
-    def __init__(self, rank: int, wires: Wires) -> None:
-        self.rank, self.wires = rank, wires
-        self._list: list[Instruction] = []
-        self._needed: deque[list[Instruction]] = deque([[]])  # OVER, since this rank's last action, the one before ...
-
-    def begin(self) -> None:
-        """An action of this rank comes next."""
-        self._needed.appendleft([])
-        while len(self._needed) > (1 if self.wires.lends else PATIENCE):
-            self._list += self._needed.pop()
-
-    def add(self, instruction: Instruction) -> None:
-        """One of this rank's."""
-        self._list.append(instruction)
-
-    def over(self, letter: Letter, peer: int, tick: int) -> None:
-        """This rank waits for a letter of its own, now."""
-        self._list.append(_of_letter("OVER", tick, letter, peer))
-
-    def passes(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
-        """A letter is there; it leaves if somebody else reads it."""
-        if sender != receiver and self.rank in (sender, receiver):
-            if self.rank == sender:
-                self._see_over_those_before(letter, receiver)
-            op: Op = "SEND" if self.rank == sender else "RECEIVE"
-            peer = receiver if self.rank == sender else sender
-            code = self.wires.codes.get((letter.what, letter.stage))
-            self._list.append(_of_letter(op, tick, letter, peer)._replace(code=code))
-
-    def _see_over_those_before(self, letter: Letter, peer: int) -> None:
-        """Letters of this edge of earlier steps, which were needed."""
-        for needed in self._needed:
-            before = [one for one in needed if one.peer == peer and _is_before(one.letter, letter)]
-            self._list += before
-            needed[:] = [one for one in needed if one not in before]
-
-    def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
-        """An action needs a letter: whoever sent it knows that it has arrived."""
-        if sender != receiver and self.rank == sender:
-            self._needed[0].append(_of_letter("OVER", tick, letter, receiver))
-
-    def see_all_over(self) -> None:
-        """Everything sent so far is waited for."""
-        for needed in reversed(self._needed):
-            self._list += needed
-        self._needed = deque([[]])
-
-    def taken(self) -> list[Instruction]:
-        """What was written since the last call."""
-        taken, self._list = self._list, []
-        return taken if self.wires.lends else _with_early_room(taken, self.wires.one_queue)
+def _token(letter: Letter) -> Letter:
+    """Weights lent for an action, whichever it is."""
+    return letter._replace(step=NO_MICRO_BATCH, micro_batch=NO_MICRO_BATCH)
 
 
-def _is_before(other: Letter | None, letter: Letter) -> bool:
-    """Whether it goes by the same edge, for an earlier step."""
-    return other is not None and (other.what, other.stage) == (letter.what, letter.stage) and other.step < letter.step
+def _letter(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    if one.letter is not None:
+        yield one.letter
 
 
-def _of_letter(op: Op, tick: int, letter: Letter, peer: int) -> Instruction:
-    return Instruction(op, tick, letter.step, letter.micro_batch, letter.stage, letter, peer)
+def _from_below(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    if one.stage > 0:  # what the user hands in is always there
+        yield Letter("activation", one.step, one.micro_batch, one.stage - 1)
 
 
-def _with_early_room(instructions: Iterable[Instruction], one_queue: bool) -> list[Instruction]:
-    """See Note [Early room]."""
-    found: list[Instruction] = []
-    for one in instructions:
-        if one.op != "RECEIVE":
-            found.append(one)
-            continue
-        before = (at for at in reversed(range(len(found))) if _comes_before(found[at], one, one_queue))
-        found.insert(next(before, -1) + 1, one)
-    return found
+def _made_by_forward(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    yield saved(one)
+    if one.stage < held.schedule.stages - 1:
+        yield Letter("activation", *one.place)
 
 
-def _comes_before(other: Instruction, receive: Instruction, one_queue: bool) -> bool:
-    if other.peer == receive.peer and (other.op == "RECEIVE" or (other.op == "SEND" and one_queue)):
-        return True
-    is_gradient = receive.letter is not None and receive.letter.what == "activation gradient"
-    return is_gradient and other.op == "F" and other.place == (receive.step, receive.micro_batch, receive.stage - 1)
+def _used_by_backward(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    yield saved(one)
+    if one.stage < held.schedule.stages - 1 and one.stage not in held.schedule.uncoupled:
+        yield Letter("activation gradient", one.step, one.micro_batch, one.stage + 1)
 
 
-class ScheduledAction(NamedTuple):
-    """An action of a certain step; sorts in the order of execution."""
-
-    tick: int
-    turn: int  # 0 for backwards, 1 for forwards
-    worker: int
-    step: int
-    micro_batch: int
-    stage: int
-
-    @property
-    def kind(self) -> Kind:
-        return "F" if self.turn else "B"
-
-    @property
-    def place(self) -> Cell:
-        return self.step, self.micro_batch, self.stage
+def _made_by_backward(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    yield Letter(OWN, *one.place)
+    if one.stage > 0 and one.stage - 1 not in held.schedule.uncoupled:
+        yield Letter("activation gradient", *one.place)
 
 
-class ActionQueue:
-    """The actions of some workers of a schedule, step by step.
+def _sent(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    """What was made for one reader leaves, and so do gradients; of weights, norms and buffers a copy does."""
+    letter = one.letter
+    if letter is None:
+        return
+    if letter.what in ("activation", "activation gradient", "partial norm"):
+        yield letter
+    elif letter.what in SUMS:
+        own = held.own(letter.step, letter.stage)
+        held.parts[letter] = [part.micro_batch for part in own]
+        yield from own
 
-    Args:
-        in_step_with: a step ends where theirs does; where the workers themselves end it, if not said.
+
+def _read_to_send(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    letter = one.letter
+    if letter is None:
+        return
+    if letter.what in SUMS and not held.own(letter.step, letter.stage):
+        yield Letter(OWN, letter.step, letter.micro_batch, letter.stage)
+    elif letter.what == "weights":
+        yield from held.weights(letter.stage, letter.step)
+    elif letter.what in TOKENS.values():
+        yield from held.lent(letter)
+    elif letter.what == "norm":
+        yield Letter(KNOWN, letter.step, NO_MICRO_BATCH, 0)
+
+
+def _arrived(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    if one.letter is not None:
+        yield one.letter._replace(what=ARRIVED + one.letter.what)
+
+
+def _summed(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    for micro_batch in held.parts.get(one.letter, ()) if one.letter is not None else ():
+        yield Letter(OWN, one.step, micro_batch, one.stage)
+
+
+def _whole_gradient(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    yield from (Letter(OWN, one.step, m, one.stage) for m in range(held.schedule.micro_batches))
+
+
+def _unsharded(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    if one.letter is not None:
+        is_token = one.letter.what in TOKENS.values()
+        yield _token(one.letter) if is_token else _version(one.stage, one.letter.step)
+
+
+def _above(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    if one.stage < held.schedule.stages - 1:
+        yield Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)
+
+
+def _known(one: Instruction, held: Holdings) -> Iterator[Letter]:
+    """With the first stage's square the norm of the step is known."""
+    what = "partial norm" if one.op == "NORM" and one.stage else KNOWN
+    yield Letter(what, one.step, NO_MICRO_BATCH, one.stage if what != KNOWN else 0)
+
+
+_TABLE = {
+    "F": Operation(
+        run=lambda rank, one: rank.forward(one),
+        seconds=lambda clock, one: clock.forward(one),
+        uses=_from_below,
+        reads=lambda one, held: held.read_by(one, "F"),
+        makes=_made_by_forward,
+    ),
+    "B": Operation(
+        run=lambda rank, one: rank.backward(one),
+        seconds=lambda clock, one: clock.backward(one),
+        uses=_used_by_backward,
+        reads=lambda one, held: held.read_by(one, "B"),
+        makes=_made_by_backward,
+    ),
+    "SEND": Operation(
+        run=lambda rank, one: rank.send(one),
+        seconds=lambda clock, one: clock.send_letter(one),
+        uses=_sent,
+        reads=_read_to_send,
+    ),
+    "RECEIVE": Operation(
+        run=lambda rank, one: rank.expect(one), seconds=lambda clock, one: clock.make_room(one)
+    ),
+    "OVER": Operation(run=lambda rank, one: rank.see_over(one), uses=_arrived),
+    "REDUCE": Operation(run=lambda rank, one: rank.reduce(one), seconds=lambda clock, one: clock.reduce(one)),
+    "SUM": Operation(
+        run=lambda rank, one: rank.join(one),
+        seconds=lambda clock, one: clock.add_up(one),
+        uses=_letter,
+        makes=_summed,
+    ),
+    "TIE": Operation(run=lambda rank, one: rank.join(one), uses=_letter),
+    "UPDATE": Operation(
+        run=lambda rank, one: rank.update(one),
+        seconds=lambda clock, one: clock.update(one),
+        uses=_whole_gradient,
+        makes=lambda one, held: [_version(one.stage, one.step + 1)],
+    ),
+    "UNSHARD": Operation(run=lambda rank, one: rank.unshard(one), uses=_letter, makes=_unsharded),
+    "RESHARD": Operation(
+        run=lambda rank, one: rank.reshard(one),
+        uses=lambda one, held: [_version(one.stage, one.step) if one.letter is None else _token(one.letter)],
+    ),
+    "ADOPT": Operation(run=lambda rank, one: rank.adopt(one), uses=_letter),
+    "NORM": Operation(
+        run=lambda rank, one: rank.add_norm(one),
+        seconds=lambda clock, one: clock.land_means(one),
+        uses=_above,
+        makes=_known,
+    ),
+    "KNOW": Operation(run=lambda rank, one: rank.learn_norm(one), uses=_letter, makes=_known),
+}  # fmt: skip
+
+
+def operation(name: str) -> Operation:
     """
-
-    def __init__(self, schedule: Schedule, workers: Collection[int], in_step_with: Collection[int] = ()) -> None:
-        self._schedule, self._workers = schedule, sorted(workers)
-        self._waiting: list[ScheduledAction] = []
-        self._steps = 0
-        self._first = min(row[0].start for worker in in_step_with or workers if (row := schedule.ticks[worker]))
-
-    def next_step(self) -> Iterator[ScheduledAction]:
-        """Adds one step and yields what is due before the step after it begins."""
-        for worker in self._workers:
-            for action in self._schedule.ticks[worker]:
-                tick = action.start + self._steps * self._schedule.period
-                turn = int(action.kind == "F")
-                heapq.heappush(
-                    self._waiting, ScheduledAction(tick, turn, worker, self._steps, action.micro_batch, action.stage)
-                )
-        self._steps += 1
-        yield from self._until(self._first + self._steps * self._schedule.period)
-
-    def rest(self) -> Iterator[ScheduledAction]:
-        """Yields all that is left of the steps added so far."""
-        yield from self._until(None)
-
-    def _until(self, tick: int | None) -> Iterator[ScheduledAction]:
-        while self._waiting and (tick is None or self._waiting[0].tick < tick):
-            yield heapq.heappop(self._waiting)
-
-
-class WorkersList:
+    Raises:
+        ValueError: no such instruction.
     """
-    Args:
-        ranks: by worker of the schedule.
+    if name not in _TABLE:
+        raise ValueError(f"schedule: no instruction {name!r}; there are {', '.join(_TABLE)}; register_operation yours")
+    return _TABLE[name]
+
+
+def register_operation(name: str, row: Operation) -> None:
+    """One more instruction, for the lists of a schedule of one's own.
+
+    Raises:
+        ValueError: another has that name.
     """
-
-    def __init__(self, ranks: Sequence[int], written: RankList) -> None:
-        self._ranks, self._written = ranks, written
-
-    def is_here(self, worker: int) -> bool:
-        return self._ranks[worker] == self._written.rank
-
-    def does(self, worker: int, instruction: Instruction) -> None:
-        """Something by itself."""
-        if self.is_here(worker):
-            self._written.add(instruction)
-
-    def takes(self, op: Op, worker: int, tick: int, letter: Letter, sender: int) -> None:
-        """Something with a letter that has come."""
-        place = letter.step, letter.micro_batch, letter.stage
-        self.does(worker, Instruction(op, tick, *place, letter, self._ranks[sender]))
-        self._written.reads(letter, self._ranks[sender], self._ranks[worker], tick)
-
-    def passes(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
-        self._written.passes(letter, self._ranks[sender], self._ranks[receiver], tick)
-
-
-class Around(Protocol):
-    """What one rank does around actions: letters, sums, optimizer steps. Told of every action, in the one order."""
-
-    @property
-    def owned(self) -> frozenset[int]:
-        """The stages whose optimizer steps on this rank."""
-
-    @property
-    def passed(self) -> frozenset[int]:
-        """The stages whose buffers go from rank to rank."""
-
-    def begin_step(self, step: int) -> None:
-        """One more step is handed in."""
-
-    def before(self, due: ScheduledAction) -> None:
-        """What an action needs."""
-
-    def after(self, due: ScheduledAction) -> None:
-        """What the action has made."""
-
-    def end_step(self, steps: int) -> None:
-        """So many steps were handed in, and all that can be done without a later one."""
-
-    def rest(self, steps: int, tick: int) -> None:
-        """All actions are done: every owner makes the newest weights."""
-
-    def drain(self, steps: int, tick: int) -> None:
-        """After that: the next step begins with them."""
-
-
-class Placement(Protocol):
-    def rank_of(self, place: Cell) -> int:
-        """The rank that runs this stage for this micro-batch of this step, both ways."""
-
-    def ranks(self, stage: int) -> Sequence[int]:
-        """Those that run a stage."""
-
-    def handed_in(self, rank: int) -> Sequence[int]:
-        """The micro-batches of a step that are handed in on a rank."""
-
-    def rotation(self, stage: int) -> int:
-        """After how many steps the micro-batches of a step meet the same ranks again."""
-
-    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Around:
-        """
-        Args:
-            written: the list of the rank in question.
-            reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
-        """
-
-    def refuse_late_norm(self, clip: Clip | None) -> None:
-        """
-        Raises:
-            ValueError: weights are read before the norm can be known where they are made.
-        """
-
-
-Ranks = Sequence[int] | Placement  # by worker of the schedule, where each stays on its rank
+    if _TABLE.setdefault(name, row) is not row:
+        raise ValueError(f"schedule: instruction {name!r} is registered twice; give one of them another name")

@@ -15,8 +15,9 @@ from torch import nn
 from armillary.local_losses import AskedOfSplit, HeadedPart, LocalLosses, split
 from armillary.plans.advice import Advice, Situation, advises, not_for, planned_in_stages
 from armillary.plans.units import bytes_text
-from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
-from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.costs import Planned
+from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, pipeline_method, utilisation
+from armillary.schedules.method import Objectives, ScheduleOptions
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Action, Schedule
 
@@ -105,29 +106,30 @@ def _prepare(
 
 def _notes(planned: Planned) -> list[str]:
     balance, flush = utilisation(planned)
-    most = fullest_stage(planned.options, planned.stages)
     return [
         f"utilisation of {planned.options.stages} devices: {balance:.0%} with this cut and no bubble; a flush pipeline "
         f"(1F1B) of {planned.options.micro_batches} micro-batches, exact, would reach {flush:.0%}",
         "heads run beside their stages in training; their seconds and activations are not in this forecast",
-        f"the fullest stage holds {bytes_text(most)} of activations at its peak",
+        f"the fullest stage holds {bytes_text(planned.counts.peak(planned.stages))} of activations at its peak",
     ]
 
 
+ENTRY = pipeline_method(
+    table=lambda options: local_losses(options.stages, options.micro_batches),
+    notes=_notes,
+    knows=PIPELINE_OPTIONS | {"head", "objective"},
+    examples=({"workers": 2, "micro_batches": 4}, {"workers": 2}, {"workers": 4, "micro_batches": 3}),
+)
 SCHEDULES.register(
     "local_losses",
     replace(
-        pipeline_method(
-            table=lambda options: local_losses(options.stages, options.micro_batches),
-            pace=lambda options, stages: max(stages) * options.micro_batches,
-            notes=_notes,
-            knows=PIPELINE_OPTIONS | {"head", "objective"},
-            examples=({"workers": 2, "micro_batches": 4}, {"workers": 2}, {"workers": 4, "micro_batches": 3}),
-            objectives=lambda options: dict.fromkeys(range(options.stages - 1), _own_loss),
+        ENTRY,
+        options=replace(ENTRY.options, check=_check),
+        objectives=Objectives(
+            of=lambda options: dict.fromkeys(range(options.stages - 1), _own_loss),
+            prepare=_prepare,
+            refuse_stages=_refuse_stages,
         ),
-        check=_check,
-        prepare=_prepare,
-        refuse_stages=_refuse_stages,
     ),
 )
 

@@ -19,7 +19,8 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, Op, RankList, ScheduledAction
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
+from armillary.schedules.rank_list import RankList, ScheduledAction
 from armillary.schedules.routes import carrier, workers_of_stages
 from armillary.schedules.schedule import Schedule
 
@@ -251,7 +252,7 @@ class Chain:
             letter = Letter("norm", step, NO_MICRO_BATCH, self._lowest[self._path[place]])
             self._written.passes(letter, self._path[place], self._path[place + 1], tick)
 
-    def _do(self, op: Op, due: ScheduledAction, owner: int) -> None:
+    def _do(self, op: str, due: ScheduledAction, owner: int) -> None:
         if owner == self._written.rank:
             self._written.add(Instruction(op, due.tick, due.step, due.micro_batch, due.stage))
 

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, RankList, ScheduledAction, WorkersList
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
 from armillary.schedules.lower_zero_ring import Lent, hop_ticks
+from armillary.schedules.rank_list import RankList, ScheduledAction, WorkersList
 from armillary.schedules.routes import closing, owner_of, sum_path, weight_path
 from armillary.schedules.schedule import Schedule
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, RankList, ScheduledAction, WorkersList
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
+from armillary.schedules.rank_list import RankList, ScheduledAction, WorkersList
 from armillary.schedules.schedule import Cell, Schedule
 
 __all__ = ["Turning", "Turns"]

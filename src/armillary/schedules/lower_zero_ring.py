@@ -28,14 +28,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import Instruction, Letter, ScheduledAction, WorkersList
-from armillary.schedules.routes import Content, Message, closing, gradient_messages, weight_path
+from armillary.schedules.instructions import TOKENS, Instruction, Letter
+from armillary.schedules.rank_list import ScheduledAction, WorkersList
+from armillary.schedules.routes import closing, weight_path
 from armillary.schedules.schedule import Cell, Kind, Schedule
 
-__all__ = ["TOKENS", "Lent", "Token", "Unshard", "hop_ticks", "lent_messages", "unshards"]
-
-Token = Content  # of the keys of TOKENS
-TOKENS: dict[Kind, Token] = {"F": "forward weights", "B": "backward weights"}
+__all__ = ["Lent", "Unshard", "hop_ticks", "unshards"]
 
 
 class Unshard(NamedTuple):
@@ -77,20 +75,6 @@ def unshards(schedule: Schedule, stage: int, clip: Clip | None = None) -> Iterat
             has = (made if sender == way[0] else starts[sender]) - before * schedule.period
             used = starts[receiver]
             yield Unshard(max(has, used - hop_ticks(schedule)), used, kind, stage, sender, receiver, crosses)
-
-
-def lent_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
-    """All messages of one step, in order of ticks.
-
-    Raises:
-        ValueError: weights more than one step old, or workers that form no ring.
-    """
-    found = [
-        Message(one.leaves % schedule.period, one.used - one.leaves, one.sender, one.receiver, TOKENS[one.kind], stage)
-        for stage in range(schedule.stages)
-        for one in unshards(schedule, stage, clip)
-    ]
-    return sorted([*found, *gradient_messages(schedule, clip)])
 
 
 class _Leave(NamedTuple):

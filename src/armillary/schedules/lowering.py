@@ -18,20 +18,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import (
+from armillary.schedules.instructions import Instruction
+from armillary.schedules.lower_pipeline import Chain
+from armillary.schedules.lower_ring import Relay
+from armillary.schedules.rank_list import (
     ONE_QUEUE,
     ActionQueue,
     Around,
-    Instruction,
     Placement,
     RankList,
     Ranks,
     ScheduledAction,
     Wires,
 )
-from armillary.schedules.lower_pipeline import Chain
-from armillary.schedules.lower_ring import Relay
-from armillary.schedules.routes import refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
+from armillary.schedules.routes import owner_of, refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
 from armillary.schedules.schedule import Cell, Schedule
 
 __all__ = ["ByWorker", "Lowering", "placed"]
@@ -52,6 +52,14 @@ class ByWorker:
 
     def ranks(self, stage: int) -> Sequence[int]:
         return self._ranks[stage]
+
+    def owner(self, stage: int) -> int:
+        return self.workers[owner_of(self.schedule, stage)] if self._is_spread else self._ranks[stage][0]
+
+    def older(self, stage: int) -> int:
+        """One at the owner; a worker of a ring gets new weights when it reads them."""
+        ages = [ages[stage] for ages in self.schedule.staleness]
+        return ages[owner_of(self.schedule, stage)] if self._is_spread else int(any(ages))
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
@@ -172,5 +180,5 @@ class Lowering:
             self._written.begin()
         self._around.before(due)
         if is_here:
-            self._written.add(Instruction(due.kind, due.tick, due.step, due.micro_batch, due.stage))
+            self._written.act(due)
         self._around.after(due)

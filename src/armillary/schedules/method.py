@@ -11,9 +11,11 @@ of its own, a step has M of each, and gradients are averaged over the replicas.
 What one stage of a cut model costs and carries, per micro-batch: the profile's facts, joined.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
@@ -22,10 +24,10 @@ from armillary.plans.mesh import DATA, STAGE, Axis, Mesh
 from armillary.plans.parameter import Numbers
 from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.corrections.correction import Correction, build_correction
-from armillary.schedules.edges import Edge, refuse_edges
-from armillary.schedules.instructions import Placement, Ranks
-from armillary.schedules.lowering import placed
-from armillary.schedules.routes import Message
+from armillary.schedules.edges import Codes, Edge, codes_of, refuse_edges
+from armillary.schedules.instructions import Instruction
+from armillary.schedules.lowering import Lowering, placed
+from armillary.schedules.rank_list import Placement, Ranks, Residency, Ties, Wires
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
@@ -34,12 +36,15 @@ __all__ = [
     "OWNED_LOOP",
     "PARAMETER_SERVER",
     "USER_LOOP",
+    "Lists",
     "Method",
     "Objective",
-    "Planned",
+    "Objectives",
+    "OptionRules",
+    "Placing",
+    "Residencies",
     "ScheduleOptions",
     "StageLoad",
-    "Traffic",
 ]
 
 USER_LOOP = "user_loop"  # drivers of steps: hooks behind a loop of the user's own
@@ -71,6 +76,8 @@ class StageLoad:
 
 
 Options = Mapping[str, Any]
+Lists = Sequence[Sequence[Instruction]]  # of one process, call by call
+NO_TIES: Ties = MappingProxyType({})
 Objective = Callable[[nn.Module, Any, Any, Callable[[Any, Any], Any]], Any]
 Prepare = Callable[["ScheduleOptions", nn.Module, Callable[[nn.Module, Any], Any], Any], nn.Module]
 
@@ -132,12 +139,10 @@ class ScheduleOptions:
             raise ValueError(f"schedule: recompute names stages {strange}; there are {self.stages}, counted from 0")
         if self.clip_by is not None and self.clip_norm is None:
             raise ValueError(f"schedule: clip_by={self.clip_by} wants a clip_norm to clip at")
-        self.method.check(self)
+        self.method.options.check(self)
         if self.edges:
-            schedule = self.schedule()
-            where = placed(schedule, self.ranks(range(schedule.workers)))
-            ranks = [where.ranks(stage) for stage in range(schedule.stages)]
-            refuse_edges(self.edges, schedule, ranks, self.method.no_edges)
+            ranks = [self.where.ranks(stage) for stage in range(self.stages)]
+            refuse_edges(self.edges, self.schedule(), ranks, self.method.no_edges)
         if self.clip is not None and self.clip.waits:
             self._refuse_late_norm(self.clip)
         self.built_corrections()
@@ -158,17 +163,54 @@ class ScheduleOptions:
         Raises:
             ValueError: the options make no possible table.
         """
+        return self._schedule
+
+    @cached_property
+    def _schedule(self) -> Schedule:
         table = self.method.table
         return (told(f"schedule {self.name}", table) if is_theirs(table) else table)(self)
 
     def ranks(self, together: Sequence[int]) -> Ranks:
         """Who runs what, of processes that carry out one table together."""
-        schedule, placement = self.schedule(), self.method.placement
-        return together if placement is None else placement(schedule)
+        placed_by = self.method.placement.of
+        return together if placed_by is None else placed_by(self.schedule())
+
+    @cached_property
+    def where(self) -> Placement:
+        """Who runs what, where the processes of one table are counted from 0."""
+        schedule = self.schedule()
+        if self.method.replicates_table:
+            return placed(schedule, [0] * schedule.workers)
+        return placed(schedule, self.ranks(range(schedule.workers)))
+
+    def lists(self, steps: int) -> Mapping[int, Lists]:
+        """By process of one table, its instructions, call by call of so many steps."""
+        schedule, where = self.schedule(), self.where
+        clip = None if self.clip is None else self.clip.over(schedule.stages)
+        found = {}
+        for rank in sorted({rank for stage in range(schedule.stages) for rank in where.ranks(stage)}):
+            lowering = Lowering(schedule, rank, where, clip, wires=self.wires())
+            found[rank] = [lowering.next_step() for _ in range(steps)]
+        return found
+
+    def wires(
+        self, one_queue: bool = True, buffered: Collection[int] = (), ties: Ties = NO_TIES, codes: Codes | None = None
+    ) -> Wires:
+        """How letters travel under it, and what is written around its actions."""
+        found = codes_of(self.edges) if codes is None else codes
+        return Wires(
+            one_queue,
+            found,
+            self.method.residency.lends_weights,
+            buffered,
+            ties,
+            self.method.residency.activations(self),
+        )
 
     def picture(self) -> str:
-        """Who does what when."""
-        return self.method.picture(self)
+        """Who does what when, as text."""
+        placed_by = self.method.placement.of
+        return str(self.schedule() if placed_by is None else placed_by(self.schedule()))
 
     def replicas(self, workers: int) -> int:
         """How many tables are carried out side by side, each with micro-batches of its own."""
@@ -197,10 +239,10 @@ class ScheduleOptions:
         written = {
             one.name: getattr(self, one.name)
             for one in fields(self)
-            if one.name not in (*DERIVED, *self.method.follows)
+            if one.name not in (*DERIVED, *self.method.options.follows)
             and (
                 getattr(self, one.name) != one.default
-                or (one.name == "micro_batches" and one.name in self.method.knows)
+                or (one.name == "micro_batches" and one.name in self.method.options.knows)
             )
         }
         if written.get("clip_by") == "global":
@@ -210,44 +252,16 @@ class ScheduleOptions:
     def _refuse_late_norm(self, clip: Clip) -> None:
         """With the least slack that would do, if any does."""
         try:
-            self.method.refuse_late_norm(self.schedule(), clip)
+            self.where.refuse_late_norm(clip)
         except ValueError as error:
-            for slack in range(self.slack + 1, self.micro_batches + 1) if "slack" in self.method.knows else ():
+            for slack in range(self.slack + 1, self.micro_batches + 1) if "slack" in self.method.options.knows else ():
                 try:
                     unclipped = replace(self, clip_norm=None, clip_by=None, slack=slack)
-                    self.method.refuse_late_norm(unclipped.schedule(), clip)
+                    unclipped.where.refuse_late_norm(clip)
                 except ValueError:
                     continue
                 raise ValueError(f"{error} (slack={slack} is enough)") from None
             raise
-
-
-class Traffic(NamedTuple):
-    """The messages of one stage in `steps` steps, after which the same come again."""
-
-    steps: int
-    messages: list[Message]
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What the notes of a schedule are made from.
-
-    Args of note:
-        stages: per micro-batch. running: paths of modules that keep running statistics.
-        exchange_bytes, exchange_seconds: of the groups that collectives carry, per worker and step.
-        forward_seconds, backward_seconds: of the whole model, for one micro-batch.
-    """
-
-    options: ScheduleOptions
-    schedule: Schedule
-    stages: Sequence[StageLoad]
-    workers: int
-    running: Sequence[str] = ()
-    exchange_bytes: float = 0.0
-    exchange_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
 
 
 def _nothing_implied(given: Options, workers: int) -> Options:
@@ -258,18 +272,6 @@ def _no_complaint(options: ScheduleOptions) -> None:
     return None
 
 
-def _no_norm_to_wait_for(schedule: Schedule, clip: Clip) -> None:
-    return None
-
-
-def _no_messages(options: ScheduleOptions, stage: int) -> Traffic:
-    return Traffic(1, [])
-
-
-def _first_rank(options: ScheduleOptions, stage: int) -> int:
-    return 0
-
-
 def _no_objectives(options: ScheduleOptions) -> Mapping[int, Objective]:
     return {}
 
@@ -278,106 +280,150 @@ def _every_stage(options: ScheduleOptions, stages: Sequence[nn.Module]) -> None:
     return None
 
 
-def _no_notes(planned: Planned) -> list[str]:
+def _no_residency(options: ScheduleOptions) -> Mapping[int, Residency]:
+    return {}
+
+
+def _no_notes(planned: Any) -> list[str]:
     return []
 
 
-def _one_or_all(options: ScheduleOptions, workers: int) -> int:
-    return 1 if options.method.is_side_by_side else workers
+@dataclass(frozen=True)
+class OptionRules:
+    """Which options a schedule has, and what follows for them.
+
+    Args:
+        knows: those that a user may give.
+        implied: (options given, processes) -> those that follow from the number of processes.
+        defaults: the same, of those that a user may still set.
+        follows: names of those that the number of processes fixes, so that a plan need not write them down.
+        check: refuses options that the schedule cannot honour.
+    """
+
+    knows: frozenset[str] = frozenset()
+    implied: Callable[[Options, int], Options] = _nothing_implied
+    defaults: Callable[[Options, int], Options] = _nothing_implied
+    follows: tuple[str, ...] = ()
+    check: Callable[[ScheduleOptions], None] = _no_complaint
 
 
-def _pace_of_one(options: ScheduleOptions, stages: Sequence[float]) -> float:
-    return sum(stages)
+@dataclass(frozen=True)
+class Placing:
+    """Which processes carry out one table.
+
+    Args:
+        axis: what they are: data coordinates, each with data of its own, or the stages of one replica.
+        parts: stages that each of them runs, where fewer stages than processes make several replicas; 0: all of them
+            carry out one table, whatever it is.
+        of: who runs what, where that changes with the step; else each worker of the table is a process.
+        deals_rows: tables that are read by row lie by row, dealt to all ranks; else they are whole on every rank.
+    """
+
+    axis: str = STAGE
+    parts: int = 0
+    of: Callable[[Schedule], Placement] | None = None
+    deals_rows: bool = False
 
 
-def _all_kept(options: ScheduleOptions, stages: Sequence[StageLoad]) -> int:
-    return sum(stage.activation_bytes for stage in stages)
+@dataclass(frozen=True)
+class Objectives:
+    """Of a schedule whose table calls stages uncoupled: what these learn from.
+
+    Args:
+        of: by stage, (module of the stage, its output, batch, loss) -> scalar. It is called where the stage's weights
+            are held; `loss` is that of the whole model, (output, batch) -> scalar.
+        prepare: (options, model, loss(model, batch), a batch) -> the model with what its stages want besides, such as
+            heads. It is asked for the model of a workload, before there is an optimizer; None: models stay as they are.
+        refuse_stages: (options, modules of the stages), before the first step.
+    """
+
+    of: Callable[[ScheduleOptions], Mapping[int, Objective]] = _no_objectives
+    prepare: Prepare | None = None
+    refuse_stages: Callable[[ScheduleOptions, Sequence[nn.Module]], None] = _every_stage
 
 
-def _copies_held(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
-    return 2.0 + slots
+@dataclass(frozen=True)
+class Residencies:
+    """What does not just stay where it is.
+
+    Args:
+        activations: by stage, what is done with them between forward and backward.
+        lends_weights: a stage's weights are kept by its owner only, and lent for each use, where several processes run
+            the stage.
+    """
+
+    activations: Callable[[ScheduleOptions], Mapping[int, Residency]] = _no_residency
+    lends_weights: bool = False
 
 
 @dataclass(frozen=True)
 class Method:
-    """One schedule.
+    """One schedule: its table, and what the table cannot say. What it sends and holds, and how long it takes, is
+    counted on its lists (`costs.py`).
 
     Args of note:
         table: of the options.
-        knows: options that a user may give.
         examples: sets of options for contract tests; "workers" among them.
-        axis: what the processes are: data coordinates, each with data of its own, or the stages of one replica.
         step_mode: the driver that takes training steps, by its name on `session.drivers.DRIVERS`. Under all but
-            `USER_LOOP` they are taken by `run.step`. is_cut: the model is cut into stages.
-        is_side_by_side: every process carries out a whole table of its own, so a step has M micro-batches of each.
-        across: (options, processes) -> how many processes carry out one table together.
-        placement: which process runs what, where that changes with the step; else each worker of the table is one.
-        lends: a stage's weights are kept by its owner only, and lent for each use, where several processes run it.
-        is_even: the mean over processes is gloo's own sum, whose order is not the reference's for three or more.
-        keeps_own_statistics: every process keeps running statistics (batch norms) of its own.
-        sums_ties: stages may share parameters: their gradients are summed over the stages before a step (`ties.py`).
-        has_exchanges: gradients of whole parameters are averaged over ranks by exchanges, not by its own messages.
-        no_edges: why what stages hand on cannot be coded; empty where it can.
-        implied: (options given, processes) -> options that follow from the number of processes.
-        defaults: the same, of those that a user may still set.
-        check: refuses options that it cannot honour. refuse_late_norm: see `norm_in_time`.
-        owner: (options, stage) -> the process that has the stage's optimizer state and newest weights.
-        traffic: (options, stage) -> the stage's messages.
-        copies: (options, stage, workers, optimizer slots) -> tensors of the stage's size that a worker holds, in the
-            mean over workers.
-        peak: (options, stages) -> bytes of activations of the fullest worker.
-        pace: (options, seconds of forward and backward of each stage) -> seconds of a step without any exchange.
-        objectives: of the stages that the table calls uncoupled, what each learns from: (module of the stage, its
-            output, batch, loss) -> scalar. It is called where the stage's weights are held; `loss` is that of the whole
-            model, (output, batch) -> scalar.
-        prepare: (options, model, loss(model, batch), a batch) -> the model with what its stages want besides, such as
-            heads. It is asked for the model of a workload, before there is an optimizer; None: models stay as they are.
-        refuse_stages: (options, modules of the stages), before the first step.
-        notes: what the reader of a plan should know.
-        follows: option names that the number of processes fixes, so that a plan need not write them down.
-        deals_rows: tables that are read by row lie by row, dealt to all ranks; else they are whole on every rank.
+            `USER_LOOP` they are taken by `run.step`.
+        is_cut: the model is cut into stages.
+        replicates_table: every process carries out a whole table of its own, so a step has M micro-batches of each.
+        notes: what the reader of a plan should know, from what was planned (`costs.Planned`).
     """
 
     table: Callable[[ScheduleOptions], Schedule]
-    knows: frozenset[str]
+    options: OptionRules = OptionRules()
     examples: tuple[Options, ...] = ({"workers": 2},)
-    axis: str = STAGE
+    placement: Placing = Placing()
     step_mode: str = OWNED_LOOP
     is_cut: bool = True
-    is_side_by_side: bool = False
-    across: Callable[[ScheduleOptions, int], int] = _one_or_all
-    placement: Callable[[Schedule], Placement] | None = None
-    lends: bool = False
-    is_even: bool = False
-    keeps_own_statistics: bool = False
-    has_exchanges: bool = False
-    sums_ties: bool = False
-    no_edges: str = "every process runs the whole model, so no activation goes to another"
-    implied: Callable[[Options, int], Options] = _nothing_implied
-    defaults: Callable[[Options, int], Options] = _nothing_implied
-    check: Callable[[ScheduleOptions], None] = _no_complaint
-    refuse_late_norm: Callable[[Schedule, Clip], None] = _no_norm_to_wait_for
-    owner: Callable[[ScheduleOptions, int], int] = _first_rank
-    traffic: Callable[[ScheduleOptions, int], Traffic] = _no_messages
-    copies: Callable[[ScheduleOptions, int, int, float], float] = _copies_held
-    peak: Callable[[ScheduleOptions, Sequence[StageLoad]], int] = _all_kept
-    pace: Callable[[ScheduleOptions, Sequence[float]], float] = _pace_of_one
-    objectives: Callable[[ScheduleOptions], Mapping[int, Objective]] = _no_objectives
-    prepare: Prepare | None = None
-    refuse_stages: Callable[[ScheduleOptions, Sequence[nn.Module]], None] = _every_stage
-    notes: Callable[[Planned], list[str]] = _no_notes
-    draw: Callable[[ScheduleOptions], str] | None = None
-    follows: tuple[str, ...] = ()
-    deals_rows: bool = False
+    replicates_table: bool = False
+    objectives: Objectives = Objectives()
+    residency: Residencies = Residencies()
+    notes: Callable[[Any], list[str]] = _no_notes
 
     @property
     def owns_loop(self) -> bool:
         """Whether training steps are taken by `run.step`."""
         return self.step_mode != USER_LOOP
 
-    def picture(self, options: ScheduleOptions) -> str:
-        """Who does what when, as text."""
-        return str(self.table(options)) if self.draw is None else self.draw(options)
+    @property
+    def axis(self) -> str:
+        return self.placement.axis
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several processes with data of their own run a stage of one table."""
+        return self.axis == DATA and not self.replicates_table
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the mean over processes is the backend's own sum, whose order is not the reference's for three or
+        more."""
+        return self.replicates_table or not self.is_cut
+
+    @property
+    def keeps_own_statistics(self) -> bool:
+        """Whether every process keeps running statistics (batch norms) of its own."""
+        return self.is_spread or not self.is_cut
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether gradients of whole parameters are averaged over ranks by exchanges, not by its own messages."""
+        return self.is_cut and not self.is_spread and self.placement.of is None
+
+    @property
+    def no_edges(self) -> str:
+        """Why what stages hand on cannot be coded; empty where it can."""
+        if self.is_spread and self.is_cut:
+            return "weights and gradients go from process to process, activations stay where they are made"
+        return "every process runs the whole model, so no activation goes to another" if self.axis == DATA else ""
+
+    def across(self, options: ScheduleOptions, workers: int) -> int:
+        """How many of so many processes carry out one table together."""
+        if self.replicates_table:
+            return 1
+        return options.stages // self.placement.parts if self.placement.parts else workers
 
 
 def _thawed(value: Any) -> Any:

@@ -7,7 +7,8 @@ Source: Fournier & Oyallon, 2024, whose single-device mode is compared with N co
 micro-batches only, and not with gradient accumulation.
 """
 
-from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.costs import Planned
+from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["notes_on", "running_note"]
@@ -22,7 +23,7 @@ def notes_on(planned: Planned) -> tuple[str, ...]:
     if not method.is_cut:
         return (*method.notes(planned), *([running_note(planned)] if planned.running else ()))
     notes = [_age(schedule), *_uncoupled(schedule), *_clip(options), *method.notes(planned)]
-    if planned.workers > 1 and not method.is_side_by_side:
+    if planned.workers > 1 and not method.replicates_table:
         notes.append(
             "memory of a stage is the mean over workers: its master weights and optimizer state are on one of them"
         )

@@ -8,11 +8,10 @@ Source: Fournier & Oyallon, 2024 (single-device mode).
 from armillary.plans.mesh import DATA
 from armillary.plans.units import bytes_text
 from armillary.schedules.accumulation import DEFAULT_MICRO_BATCHES, accumulation
-from armillary.schedules.costs import kept_copies, peak_on_one_device
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.method import Method, Options, Planned
+from armillary.schedules.costs import Planned, peak_on_one_device
+from armillary.schedules.cyclic import RING_OPTIONS, cyclic
+from armillary.schedules.method import Method, OptionRules, Options, Placing
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.routes import refuse_on_one_device
 from armillary.schedules.simultaneous import simultaneous
 
 
@@ -52,24 +51,18 @@ SCHEDULES.register(
     "one_device",
     Method(
         table=lambda options: cyclic(options.micro_batches, options.stages, options.slack, options.costs or None),
-        knows=frozenset(
-            {"slack", "micro_batches", "stages", "points", "costs", "recompute", "clip_norm", "clip_by", "corrections"}
+        options=OptionRules(
+            knows=RING_OPTIONS | {"recompute", "corrections"},
+            implied=_implied,
+            defaults=lambda given, workers: {"micro_batches": DEFAULT_MICRO_BATCHES},
         ),
         examples=(
             {"workers": 1, "micro_batches": 3},
             {"workers": 2, "micro_batches": 2, "stages": 4, "slack": 1},
             {"workers": 1, "micro_batches": 3, "costs": [[1, 2], [2, 5], [1, 1]]},
         ),
-        axis=DATA,
-        is_side_by_side=True,
-        is_even=True,
-        has_exchanges=True,
-        implied=_implied,
-        defaults=lambda given, workers: {"micro_batches": DEFAULT_MICRO_BATCHES},
-        refuse_late_norm=refuse_on_one_device,
-        copies=kept_copies,
-        peak=lambda options, stages: peak_on_one_device(options.schedule(), stages),
-        pace=lambda options, stages: sum(stages) * options.micro_batches,
+        placement=Placing(DATA),
+        replicates_table=True,
         notes=_notes,
     ),
 )

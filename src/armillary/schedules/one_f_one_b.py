@@ -3,12 +3,10 @@
 Source: PipeDream-Flush (Narayanan et al., 2021); the same bubble as GPipe.
 """
 
-from dataclasses import replace
-
 from armillary.plans.advice import Advice, Situation, advises, planned_in_stages
 from armillary.plans.units import bytes_text
-from armillary.schedules.in_pipeline import fullest_stage, pipeline_method, utilisation
-from armillary.schedules.method import Planned
+from armillary.schedules.costs import Planned
+from armillary.schedules.in_pipeline import pipeline_method, utilisation
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Action, Schedule
 
@@ -36,7 +34,7 @@ def _forward(micro_batch: int, stage: int, stages: int) -> int:
 
 def _notes(planned: Planned) -> list[str]:
     _, flush = utilisation(planned)
-    most = fullest_stage(planned.options, planned.stages)
+    most = planned.counts.peak(planned.stages)
     return [
         f"utilisation of {planned.options.stages} devices: {flush:.0%} with this cut, the bubble included; stage j "
         f"keeps {planned.options.stages} - j micro-batches; forwards that all come first would keep "
@@ -47,13 +45,9 @@ def _notes(planned: Planned) -> list[str]:
 
 SCHEDULES.register(
     "one_f_one_b",
-    replace(
-        pipeline_method(
-            table=lambda options: one_f_one_b(options.stages, options.micro_batches),
-            pace=lambda options, stages: max(stages) * (options.micro_batches + options.stages - 1),
-            notes=_notes,
-        ),
-        sums_ties=True,
+    pipeline_method(
+        table=lambda options: one_f_one_b(options.stages, options.micro_batches),
+        notes=_notes,
     ),
     aliases={"1f1b": {}},
 )

@@ -4,15 +4,15 @@ Source: Fournier & Oyallon, 2024 (pipeline mode); Narayanan et al., PipeDream-2B
 """
 
 from armillary.plans.units import bytes_text
+from armillary.schedules.costs import Planned
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, fullest_stage, pipeline_method, utilisation
-from armillary.schedules.method import Planned
+from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, pipeline_method, utilisation
 from armillary.schedules.registry import SCHEDULES
 
 
 def _notes(planned: Planned) -> list[str]:
     balance, flush = utilisation(planned)
-    count, most = planned.options.micro_batches, fullest_stage(planned.options, planned.stages)
+    count, most = planned.options.micro_batches, planned.counts.peak(planned.stages)
     return [
         f"utilisation of {planned.options.stages} devices: {balance:.0%} with this cut and no bubble; a flush pipeline "
         f"(1F1B) of {count} micro-batches, exact, would reach {flush:.0%}",
@@ -24,7 +24,6 @@ SCHEDULES.register(
     "pipeline",
     pipeline_method(
         table=lambda options: cyclic_pipeline(options.stages, options.micro_batches, options.slack),
-        pace=lambda options, stages: max(stages) * options.micro_batches,
         notes=_notes,
         knows=PIPELINE_OPTIONS | {"slack", "corrections"},
         examples=({"workers": 3}, {"workers": 3, "micro_batches": 2}, {"workers": 2, "micro_batches": 4, "slack": 1}),

@@ -40,7 +40,7 @@ def why_not_carried(choice: Choice) -> str:
 def tables_stay_whole(choice: Choice, tables: Sequence[str]) -> str:
     """Why tables are not kept by row under a schedule that owns the loop, with the remedy."""
     method = SCHEDULES[choice.name]
-    is_accumulated = method.is_side_by_side and "micro_batches" in method.knows
+    is_accumulated = method.replicates_table and "micro_batches" in method.options.knows
     accumulates = ", which accumulates under run.no_sync" if is_accumulated else ""
     return (
         f"schedule {choice.name} keeps tables whole, so {', '.join(tables)} cannot go by row: plan again without that "
@@ -55,13 +55,14 @@ def read(choice: Choice, workers: int) -> ScheduleOptions:
         ValueError: no such schedule, an unknown option, or numbers that do not go together.
     """
     method = SCHEDULES[choice.name]
-    if strange := sorted(set(choice.options) - method.knows):
-        known = ", ".join(sorted(method.knows)) or "no options"
+    rules = method.options
+    if strange := sorted(set(choice.options) - rules.knows):
+        known = ", ".join(sorted(rules.knows)) or "no options"
         raise ValueError(f"schedule: {choice.name} has no {', '.join(strange)}; it may have {known}")
     given: dict[str, Any] = {key: _frozen(value) for key, value in choice.options.items()}
     if "points" in given:
         given["points"] = tuple(map(_path, given["points"]))
-    implied = method.implied(given, workers)
+    implied = rules.implied(given, workers)
     for name, value in implied.items():
         if given.get(name, value) != value:
             raise ValueError(
@@ -69,7 +70,7 @@ def read(choice: Choice, workers: int) -> ScheduleOptions:
                 f"or take another number of processes"
             )
     stages = len(given.get("costs", ())) or len(given.get("points", ())) + 1
-    filled = {**method.defaults(given, workers), **implied, **given}
+    filled = {**rules.defaults(given, workers), **implied, **given}
     if filled.get("clip_norm") is not None:
         filled.setdefault("clip_by", "global")
     if method.is_cut:
@@ -85,7 +86,7 @@ def options_of(plan: Plan) -> ScheduleOptions:
     """
     choice, stages = plan.schedule, plan.stages
     by_row = [name for group in plan.groups if group.layout == "row_sharded" for name in group.parameters]
-    if by_row and owns_loop(choice) and not SCHEDULES[choice.name].deals_rows:
+    if by_row and owns_loop(choice) and not SCHEDULES[choice.name].placement.deals_rows:
         raise ValueError(f"plan: {tables_stay_whole(choice, by_row)}")
     if not stages:
         return _on_mesh(plan, read(choice, plan.workers))

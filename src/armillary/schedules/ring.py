@@ -5,27 +5,20 @@ Source: Fournier & Oyallon, 2024 (point-to-point data parallelism).
 
 from armillary.plans.advice import Advice, Situation, advises, planned_in_stages
 from armillary.plans.units import bytes_text
-from armillary.schedules.cyclic import ring_method, sent_bytes, shared_memory
-from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.costs import Planned
+from armillary.schedules.cyclic import ring_method, shared_memory
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.routes import owner_of, ring_messages
 
 __all__ = ["DOMINATED_WORKERS"]
 
 DOMINATED_WORKERS = range(3, 10)  # where the ring's extra bytes weigh more than the all-reduce's extra hops
 
 
-def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
-    """A copy and a gradient everywhere; state at the owner, and an older version where it reads one."""
-    schedule = options.schedule()
-    return 2 + (schedule.staleness[owner_of(schedule, stage)][stage] + slots) / workers
-
-
 def _notes(planned: Planned) -> list[str]:
     workers, weights = planned.workers, sum(stage.weight_bytes for stage in planned.stages)
     if workers == 1:
         return []
-    sent = sent_bytes(ring_messages(planned.schedule, planned.options.clip), workers, planned.stages)
+    sent = planned.counts.sent_bytes(planned.stages)
     reduced = 2 * weights * (workers - 1) / workers
     figures = (
         f"weights and gradients sent per worker and step: {bytes_text(sum(sent) / workers)} round the ring, "
@@ -43,8 +36,6 @@ def _notes(planned: Planned) -> list[str]:
 SCHEDULES.register(
     "ring",
     ring_method(
-        messages=ring_messages,
-        copies=_copies,
         notes=_notes,
         examples=(
             {"workers": 3},

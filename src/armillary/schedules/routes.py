@@ -27,9 +27,8 @@ stages are very unequal. In a pipeline and a ring the norm has to travel, too, w
 Source: the slack of Fournier & Oyallon's first rule, worked out for every slack and mode. PipeDream-2BW skips clipping.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import count, pairwise
-from typing import Literal, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.schedule import Kind, Schedule
@@ -37,16 +36,12 @@ from armillary.schedules.schedule import Kind, Schedule
 __all__ = [
     "NORM_BYTES",
     "Closing",
-    "Message",
     "carrier",
     "closing",
-    "gradient_messages",
     "owner_of",
-    "pipeline_messages",
     "refuse_in_pipeline",
     "refuse_in_ring",
     "refuse_on_one_device",
-    "ring_messages",
     "sum_path",
     "use",
     "weight_path",
@@ -54,26 +49,6 @@ __all__ = [
 ]
 
 NORM_BYTES = 8
-
-Content = Literal[
-    "partial gradient", "gradient", "weights", "norm", "activation", "activation gradient", "forward weights",
-    "backward weights",
-]  # fmt: skip
-
-
-class Message(NamedTuple):
-    """One stage's tensors on their way, or one number: a norm, squared.
-
-    tick: at which the sender's action starts with which they are sent, counted in that step.
-    lag: ticks from there until the receiver's action that needs them starts.
-    """
-
-    tick: int
-    lag: int
-    sender: int
-    receiver: int
-    content: Content
-    stage: int
 
 
 def owner_of(schedule: Schedule, stage: int) -> int:
@@ -162,48 +137,6 @@ def closing(schedule: Schedule, stage: int, clip: Clip | None = None) -> Closing
     return max((found for found in fitting if found.tick <= latest), default=min(fitting))
 
 
-def ring_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
-    """All messages of one step of a ring, in order of ticks."""
-    found: list[Message] = []
-    for stage in range(schedule.stages):
-        path, made = weight_path(schedule, stage), closing(schedule, stage, clip)
-        for place, (sender, receiver) in enumerate(pairwise(path)):
-            sent = use(schedule, sender, stage) if place else made.tick
-            lag = use(schedule, receiver, stage) - sent
-            tick = schedule.action("F", sender, stage).start if place else made.tick - made.steps * schedule.period
-            found.append(Message(tick, lag, sender, receiver, "weights", stage))
-    return sorted([*found, *gradient_messages(schedule, clip)])
-
-
-def gradient_messages(schedule: Schedule, clip: Clip | None = None) -> Iterator[Message]:
-    """The sums of one step on their way from worker to worker and to their owners, and the norms."""
-    last = schedule.workers - 1
-    for stage in range(schedule.stages):
-        done = [schedule.action("B", worker, stage).start for worker in range(schedule.workers)]
-        for worker in sum_path(schedule, stage, clip)[:-1]:
-            lag = done[worker + 1] - done[worker]
-            yield Message(done[worker], lag, worker, worker + 1, "partial gradient", stage)
-        goal, made = owner_of(schedule, stage), closing(schedule, stage, clip).tick
-        if goal != last:
-            yield Message(done[last], made + schedule.period - done[last], last, goal, "gradient", stage)
-    yield from _ring_norms(schedule, clip)
-
-
-def _ring_norms(schedule: Schedule, clip: Clip | None) -> Iterator[Message]:
-    """One to each owner but the last worker, for the first of its stages to be updated; see Note [Norms]."""
-    if clip is None or not clip.needs_all_stages:
-        return
-    sent, last = schedule.action("B", schedule.workers - 1, 0).start, schedule.workers - 1
-    owners: dict[int, list[tuple[int, int]]] = {}
-    for stage in range(schedule.stages):
-        owners.setdefault(owner_of(schedule, stage), []).append((closing(schedule, stage, clip).tick, stage))
-    for worker, closings in owners.items():
-        if worker != last:
-            made, stage = min(closings)
-            steps = 1 if clip.waits else 2  # from the step of the norm to the one in which it is used
-            yield Message(sent, made + steps * schedule.period - sent, last, worker, "norm", stage)
-
-
 def carrier(schedule: Schedule) -> int:
     """The micro-batch, counted on from the first of the next step, before whose forward a pipeline's norm goes up."""
     known = max(action.end for row in schedule.ticks for action in row if action.kind == "B")
@@ -213,26 +146,6 @@ def carrier(schedule: Schedule) -> int:
         for number in count()
         if starts[number % len(starts)] + (1 + number // len(starts)) * schedule.period >= known
     )
-
-
-def pipeline_messages(schedule: Schedule, clip: Clip | None = None) -> list[Message]:
-    """All messages of one step of a pipeline, in order of ticks.
-
-    Raises:
-        ValueError: a stage runs on several workers, so they form no pipeline.
-    """
-    found: list[Message] = []
-    workers = workers_of_stages(schedule)
-    for worker, row in enumerate(schedule.ticks):
-        for action in row:
-            after = action.stage + (1 if action.kind == "F" else -1)
-            is_back = action.kind == "B" and after in schedule.uncoupled
-            if 0 <= after < schedule.stages and workers[after] != worker and not is_back:
-                lag = schedule.action(action.kind, action.micro_batch, after).start - action.start
-                content: Content = "activation" if action.kind == "F" else "activation gradient"
-                found.append(Message(action.start, lag, worker, workers[after], content, action.stage))
-    needs_norm = clip is not None and clip.needs_all_stages
-    return sorted([*found, *(_pipeline_norms(schedule, workers) if needs_norm else ())])
 
 
 def workers_of_stages(schedule: Schedule) -> tuple[int, ...]:
@@ -251,21 +164,6 @@ def workers_of_stages(schedule: Schedule) -> tuple[int, ...]:
                 f"schedule: {schedule.name} runs stage {stage} on workers {sorted(several)}; it makes no pipeline"
             )
     return tuple(min(found[stage]) for stage in range(schedule.stages))
-
-
-def _pipeline_norms(schedule: Schedule, workers: Sequence[int]) -> Iterator[Message]:
-    """Down the stages, and up again from worker to worker; see Note [Norms]."""
-    last, number = schedule.micro_batches - 1, carrier(schedule)
-    later = (1 + number // schedule.micro_batches) * schedule.period
-    done = [schedule.action("B", last, stage).start for stage in range(schedule.stages)]
-    goes = [schedule.action("F", number % schedule.micro_batches, j).start + later for j in range(schedule.stages)]
-    for lower, upper in pairwise(range(schedule.stages)):
-        if workers[lower] != workers[upper]:
-            yield Message(done[upper], done[lower] - done[upper], workers[upper], workers[lower], "norm", upper)
-    for lower, upper in pairwise(dict.fromkeys(workers)):
-        below, above = workers.index(lower), workers.index(upper)
-        sent = goes[below] if below else done[0]
-        yield Message(sent, goes[above] - sent, lower, upper, "norm", below)
 
 
 def use(schedule: Schedule, worker: int, stage: int, kind: Kind = "F") -> int:

@@ -15,39 +15,26 @@ slack is none, where that device is the owner. It always is where N - j divides 
 step to step, the owner does not, and two hops are exposed at slack 0.
 
 Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices). Departures: the owner; `slack`.
-
-Who sends what to whom when devices of a stage are shared: messages of one step, which devices change with it.
-
-Between stages: activations up, their gradients down, from the device of a micro-batch to its device of the next stage.
-Within a stage: the sum of gradients in micro-batch order, at last to the owner if it is not finished there, and the new
-weights from the owner through all devices (`Sharing.weight_path`). Where gradients are clipped by a norm over all
-stages, one number more goes down the owners and up again, as in a pipeline: `messages.py`, Note [Norms].
-
-Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices).
-
-N stages on N(N+1)/2 processes; micro-batches go from process to process, stage by stage.
-
-Source: Fournier & Oyallon, 2024 (data and model parallelism with shared devices); the mapping is `shared.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from math import gcd
 
 from armillary.plans.units import bytes_text
 from armillary.schedules.clipping import Clip
-from armillary.schedules.costs import is_stale, peak_over_workers, stagger
+from armillary.schedules.costs import Planned, peak_over_workers
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.instructions import RankList
 from armillary.schedules.lower_shared_stages import Turns
-from armillary.schedules.method import Method, Options, Planned, ScheduleOptions, Traffic
+from armillary.schedules.method import Method, OptionRules, Options, Placing, ScheduleOptions
+from armillary.schedules.rank_list import RankList
 from armillary.schedules.registry import SCHEDULES
-from armillary.schedules.routes import Message, refuse_on_one_device
+from armillary.schedules.routes import refuse_on_one_device
 from armillary.schedules.schedule import Action, Cell, Row, Schedule, lines_of
 
-__all__ = ["Sharing", "devices_for", "shared_messages", "workers_on"]
+__all__ = ["Sharing", "devices_for", "workers_on"]
 
 SHOWN_STEPS = 2
 
@@ -171,6 +158,13 @@ class Sharing:
         """The device that has a stage's master weights and optimizer state: the one of step 0's last micro-batch."""
         return self.rank_of((0, self.schedule.workers - 1, stage))
 
+    def older(self, stage: int) -> int:
+        """One on every device, where an older version is read; a copy of new weights waits for its reader there, too.
+
+        Where all weights are a step old, letters wait longer: up to a sixth more was alive (N = 3, slack 3).
+        """
+        return len(self.ranks(stage)) * any(ages[stage] for ages in self.schedule.staleness)
+
     def last(self, step: int, stage: int) -> int:
         """The device on which the sum of a step's gradients is finished."""
         return self.rank_of((step, self.schedule.workers - 1, stage))
@@ -197,63 +191,6 @@ class Sharing:
         return start, *(rank for rank in self.readers(version, stage) if rank != start)
 
 
-def shared_messages(sharing: Sharing, step: int, clip: Clip | None = None) -> list[Message]:
-    """All messages that a step makes necessary, in order of ticks (which are counted from step 0)."""
-    found: list[Message] = []
-    for stage in range(sharing.schedule.stages):
-        found += _between_stages(sharing, step, stage)
-        found += _sum(sharing, step, stage)
-        found += _weights(sharing, step, stage)
-    needs_norm = clip is not None and clip.needs_all_stages
-    return sorted([*found, *(_norms(sharing, step) if needs_norm else ())])
-
-
-def _between_stages(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
-    """What the devices of a stage send to other stages."""
-    for micro_batch in range(sharing.schedule.micro_batches):
-        here = step, micro_batch, stage
-        if stage + 1 < sharing.schedule.stages:
-            above = step, micro_batch, stage + 1
-            sent, used = sharing.start("F", here), sharing.start("F", above)
-            yield Message(sent, used - sent, sharing.rank_of(here), sharing.rank_of(above), "activation", stage)
-        if stage:
-            below = step, micro_batch, stage - 1
-            sent, used = sharing.start("B", here), sharing.start("B", below)
-            yield Message(
-                sent, used - sent, sharing.rank_of(here), sharing.rank_of(below), "activation gradient", stage
-            )
-
-
-def _sum(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
-    """From device to device in micro-batch order, and to the owner."""
-    places = [(step, micro_batch, stage) for micro_batch in range(sharing.schedule.micro_batches)]
-    for here, after in pairwise(places):
-        if sharing.rank_of(here) != sharing.rank_of(after):
-            sent, used = sharing.start("B", here), sharing.start("B", after)
-            yield Message(sent, used - sent, sharing.rank_of(here), sharing.rank_of(after), "partial gradient", stage)
-    last, owner = sharing.last(step, stage), sharing.owner(stage)
-    if last != owner:
-        yield Message(sharing.complete(step, stage), 1, last, owner, "gradient", stage)
-
-
-def _weights(sharing: Sharing, step: int, stage: int) -> Iterator[Message]:
-    """Of the version that the step makes."""
-    read = sharing.readers(step + 1, stage)
-    path = sharing.weight_path(step + 1, stage)
-    for sender, receiver in pairwise(path):
-        sent = sharing.complete(step, stage) + 1 if sender == path[0] else read[sender]
-        yield Message(sent, read[receiver] - sent, sender, receiver, "weights", stage)
-
-
-def _norms(sharing: Sharing, step: int) -> Iterator[Message]:
-    known = sharing.complete(step, 0) + 1
-    for lower, upper in pairwise(range(sharing.schedule.stages)):
-        sent = sharing.complete(step, upper) + 1
-        owners = sharing.owner(lower), sharing.owner(upper)
-        yield Message(sent, known - lower - sent, owners[1], owners[0], "norm", upper)
-        yield Message(known, 0, *owners, "norm", lower)
-
-
 ALIKE = 1.05  # ratio of two times up to which they are called the same
 
 
@@ -266,26 +203,13 @@ def _implied(given: Options, workers: int) -> Options:
     return {"stages": count, "micro_batches": count}
 
 
-def _owner(options: ScheduleOptions, stage: int) -> int:
-    return Sharing(_table(options)).owner(stage)
+def _stagger(stages: Sequence[float]) -> float:
+    """Time from one micro-batch to the next on shared devices, from those of a forward and backward of each stage.
 
-
-def _traffic(options: ScheduleOptions, stage: int) -> Traffic:
-    """Devices change from step to step; after a rotation they come again."""
-    sharing = Sharing(_table(options))
-    turn = sharing.rotation(stage)
-    found = [message for step in range(turn) for message in shared_messages(sharing, step, options.clip)]
-    return Traffic(turn, [message for message in found if message.stage == stage])
-
-
-def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
-    """Weights and a gradient on each device of the stage, and an older version where one is read; the owner's state.
-
-    The owner's gradient goes when it steps, but a copy of its new weights is on its way then. Where all weights are a
-    step old, letters wait longer: up to a sixth more was alive (N = 3, slack 3).
+    A device keeps a micro-batch until it comes back from all stages above, and stage j of K has K - j devices to take
+    turns: the slowest such tail sets the pace.
     """
-    devices = len(Sharing(_table(options)).ranks(stage))
-    return ((2 + is_stale(options, stage)) * devices + slots) / workers
+    return max(sum(stages[j:]) / (len(stages) - j) for j in range(len(stages)))
 
 
 def _notes(planned: Planned) -> list[str]:
@@ -295,7 +219,7 @@ def _notes(planned: Planned) -> list[str]:
     if count == 1:
         return []
     flops = [float(stage.flops) for stage in stages]
-    pace = stagger(flops) or 1.0
+    pace = _stagger(flops) or 1.0
     busy = sum(flops) / pace / sharing.devices if sum(flops) else sharing.utilisation
     piped = sum(flops) / (count * max(flops)) if max(flops) else 1.0
     slower = max(flops) / pace if max(flops) else 1.0
@@ -319,19 +243,13 @@ SCHEDULES.register(
     "shared_stages",
     Method(
         table=_table,
-        knows=frozenset({"slack", "micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
-        placement=Sharing,
-        no_edges="",
+        options=OptionRules(
+            knows=frozenset({"slack", "micro_batches", "stages", "points", "recompute", "clip_norm", "clip_by"}),
+            implied=_implied,
+            follows=("micro_batches",),
+        ),
         examples=({"workers": 3}, {"workers": 6, "slack": 1}),
-        implied=_implied,
-        refuse_late_norm=refuse_on_one_device,
-        owner=_owner,
-        traffic=_traffic,
-        copies=_copies,
-        peak=lambda options, stages: max(stage.activation_bytes for stage in stages),
-        pace=lambda options, stages: stagger(stages) * options.micro_batches,
+        placement=Placing(of=Sharing),
         notes=_notes,
-        draw=lambda options: str(Sharing(_table(options))),
-        follows=("micro_batches",),
     ),
 )

@@ -1,7 +1,7 @@
 """Plain data parallelism: all workers run the same stage at the same tick, with the newest weights."""
 
 from armillary.plans.mesh import DATA
-from armillary.schedules.method import USER_LOOP, Method
+from armillary.schedules.method import USER_LOOP, Method, OptionRules, Placing
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.schedule import Schedule, one_pass
 
@@ -18,14 +18,10 @@ SCHEDULES.register(
     "simultaneous",
     Method(
         table=lambda options: simultaneous(options.micro_batches),
-        knows=frozenset(),
+        options=OptionRules(implied=lambda given, workers: {"micro_batches": workers}, follows=("micro_batches",)),
         examples=({"workers": 3}, {"workers": 1}),
-        axis=DATA,
+        placement=Placing(DATA),
         step_mode=USER_LOOP,
         is_cut=False,
-        is_even=True,
-        keeps_own_statistics=True,
-        implied=lambda given, workers: {"micro_batches": workers},
-        follows=("micro_batches",),
     ),
 )

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from armillary.schedules.instructions import Ties
-from armillary.schedules.method import ScheduleOptions
-from armillary.schedules.registry import SCHEDULES
+from armillary.plans.choice import Choice
+from armillary.schedules.method import Method, ScheduleOptions
+from armillary.schedules.rank_list import Ties
+from armillary.schedules.registry import SCHEDULES, read
 from armillary.schedules.schedule import Schedule
 
 __all__ = ["ParameterUse", "complaint", "refuse_chains"]
@@ -31,8 +32,8 @@ def complaint(options: ScheduleOptions, workers: int, first: ParameterUse, secon
     if not why:
         return ""
     remedy = "Cut so that both are in one stage (points=[...]), or untie them"
-    if not options.method.sums_ties:
-        able = [name for name, method in SCHEDULES.all().items() if method.sums_ties]
+    if not _sums_ties(options):
+        able = [name for name, method in SCHEDULES.all().items() if method.examples and _may_sum(name, method)]
         remedy = f"{remedy}, or take schedule {' or '.join(able)}, which sum their gradients"
     elif options.replicas(workers) > 1:
         remedy = f"{remedy}, or cut into as many stages as there are ranks ({workers})"
@@ -42,9 +43,21 @@ def complaint(options: ScheduleOptions, workers: int, first: ParameterUse, secon
     )
 
 
+def _sums_ties(options: ScheduleOptions) -> bool:
+    """An exact pipeline of one stage a process does."""
+    schedule = options.schedule()
+    return options.method.placement.parts == 1 and not schedule.stale_share and not schedule.uncoupled
+
+
+def _may_sum(name: str, method: Method) -> bool:
+    example = dict(method.examples[0])
+    workers = example.pop("workers")
+    return _sums_ties(read(Choice(name, example), workers))
+
+
 def _why(options: ScheduleOptions, workers: int) -> str:
     schedule, name = options.schedule(), options.name
-    if not options.method.sums_ties:
+    if not _sums_ties(options):
         return _why_not_by(schedule, name)
     if options.replicas(workers) > 1:
         return (

@@ -4,16 +4,9 @@ Source: Fournier & Oyallon, 2024; sharded weights: ZeRO-3 (Rajbhandari et al., 2
 """
 
 from armillary.plans.units import bytes_text
-from armillary.schedules.costs import held_copies, mean_copies
-from armillary.schedules.cyclic import ring_method, sent_bytes, shared_memory
-from armillary.schedules.lower_zero_ring import lent_messages
-from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.costs import Planned, held_copies
+from armillary.schedules.cyclic import ring_method, shared_memory
 from armillary.schedules.registry import SCHEDULES
-
-
-def _copies(options: ScheduleOptions, stage: int, workers: int, slots: float) -> float:
-    """Master weights and state at the owner; elsewhere what is there for its use."""
-    return (1 + slots) / workers + mean_copies(options.schedule(), stage, options.clip)
 
 
 def _notes(planned: Planned) -> list[str]:
@@ -26,7 +19,7 @@ def _notes(planned: Planned) -> list[str]:
         for worker in range(workers)
         for copies in held_copies(schedule, worker, clip)
     ]
-    sent = sent_bytes(lent_messages(schedule, clip), workers, stages)
+    sent = planned.counts.sent_bytes(stages)
     most = f"the fullest worker holds {bytes_text(max(held))} of weights at its peak, of {bytes_text(weights)} in all"
     if max(held) >= weights:
         most += "; that is no less than a plain ring's: take it, or more workers or stages"
@@ -43,8 +36,6 @@ def _notes(planned: Planned) -> list[str]:
 SCHEDULES.register(
     "zero_ring",
     ring_method(
-        messages=lent_messages,
-        copies=_copies,
         notes=_notes,
         lends=True,
     ),

@@ -146,7 +146,7 @@ class InterpretedEngine:
         self.units = [unit for units in replicas.groups.values() for unit in units] if replicas.reduces else []
         for unit in self.units:
             unit.is_shown = False
-        if parts.options.method.is_side_by_side:
+        if parts.options.method.replicates_table:
             seat = side_by_side(schedule, replicas)
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
@@ -158,7 +158,7 @@ class InterpretedEngine:
         self._here = [parts.stages[j] for j in here if j not in self.runtime.borrowed]
         if len(here) < schedule.stages:
             self.teller = where.ranks(schedule.stages - 1)[-1]
-            owners = [parts.options.method.owner(parts.options, j) for j in self._numbers]
+            owners = [parts.options.where.owner(j) for j in self._numbers]
             share_first(parts.stages, owners, parts.transport)
             self._own = OwnStages(parts.stages, here, parts.transport)
         if self.runtime.is_lent:  # also where this rank owns all: it is the one that the others wait for
@@ -185,7 +185,7 @@ class InterpretedEngine:
 
     @contextmanager
     def newest(self) -> Iterator[None]:
-        owners = [self.parts.options.method.owner(self.parts.options, j) for j in self._numbers]
+        owners = [self.parts.options.where.owner(j) for j in self._numbers]
         if self._lent is not None:
             with self._lent.whole(owners):
                 yield

@@ -261,7 +261,7 @@ def prepared(workload: Workload, request: JobRequest, workers: int) -> Workload:
     """
     plan, workers = request.plan, workers if request.topology is None else request.topology.workers
     options = read(request.wanted.schedule, workers) if plan is None else options_of(plan)
-    prepare = options.method.prepare
+    prepare = options.method.objectives.prepare
     return workload if prepare is None else cast(Workload, _Prepared(workload, options, prepare))
 
 

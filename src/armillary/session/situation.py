@@ -125,7 +125,7 @@ def _pipeline(situation: Situation) -> Choice | None:
 
 def _cut(situation: Situation) -> Iterator[tuple[Choice, PricedPlan]]:
     for name, method in SCHEDULES.all().items():
-        if not method.is_cut or method.is_side_by_side or "micro_batches" not in method.knows:
+        if not method.is_cut or method.replicates_table or "micro_batches" not in method.options.knows:
             continue
         for count in situation.stage_counts:
             schedule = Choice(name, {"micro_batches": count, "stages": count})

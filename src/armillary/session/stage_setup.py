@@ -23,10 +23,10 @@ from armillary.reference.whole_model import CutModel
 from armillary.runtime.dense_unit import DenseUnit, dense_unit
 from armillary.schedules.aq_sgd import sample_keys
 from armillary.schedules.edges import codes_of
-from armillary.schedules.instructions import Ranks
 from armillary.schedules.lowering import placed
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.random_streams import seed_from_step
+from armillary.schedules.rank_list import Ranks
 from armillary.schedules.registry import options_of
 from armillary.session.ema import CodedLeaves, coded_leaves
 from armillary.session.job import TrainJob
@@ -148,14 +148,15 @@ def set_up_stages(plan: Plan, job: TrainJob, transport: Transport, first_step: i
     stages = stages_of(job.model, value, options.points)
     refuse_ties(plan, stages)
     refuse_other_groups(plan, stages)
-    options.method.refuse_stages(options, [stage.module for stage in stages])
+    options.method.objectives.refuse_stages(options, [stage.module for stage in stages])
     coded = coded_leaves(job.model, plan, value)
     is_traced = len(stages) > 1 and not isinstance(job.model, nn.Sequential)
     input_of = TracedInput(split, value).input_of if is_traced else split.input_of
     spec = TrainSpec(
         options.schedule(), split.of_output, seed, frozenset(options.recompute), options.clip,
-        corrections=options.built_corrections(), objectives=options.method.objectives(options),
-        codes=codes, lends=options.method.lends,
+        corrections=options.built_corrections(), objectives=options.method.objectives.of(options),
+        codes=codes, lends=options.method.residency.lends_weights,
+        residency=options.method.residency.activations(options),
     )  # fmt: skip
     return StageSetup(plan, options, job, transport, channel, stages, spec, input_of, coded, is_traced)
 
@@ -163,7 +164,7 @@ def set_up_stages(plan: Plan, job: TrainJob, transport: Transport, first_step: i
 def ranks_of(parts: StageSetup) -> Ranks:
     """Who runs what, of this rank's replica."""
     rank, workers = parts.rank, parts.spec.schedule.workers
-    if parts.options.method.is_side_by_side:
+    if parts.options.method.replicates_table:
         return [rank] * workers
     together = parts.plan.mesh.sharing_data(rank)
     return parts.options.ranks(together if len(together) == workers else range(workers))

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import get_args
 
 from armillary.exchanges.exchange import build_dense
 from armillary.planning.stage_costs import charged_to
 from armillary.plans.group import Group
 from armillary.plans.plan import Plan
 from armillary.plans.trace import Record, Trace
-from armillary.schedules.instructions import What
 from armillary.transport.point_to_point import LENGTHS
 from armillary.transport.transport import Transport
 
@@ -150,8 +148,7 @@ class TrafficMeter:
 
 
 UNPLANNED = "buffers"  # no forecast has them
-_WHAT = "|".join(what for what in get_args(What) if what != UNPLANNED)
-_EDGE = re.compile(rf"(?:{LENGTHS})?(?P<edge>(?:{_WHAT}) of stage (?P<stage>\d+))")
+_EDGE = re.compile(rf"(?:{LENGTHS})?(?P<edge>(?!{UNPLANNED})[a-z' ]+ of stage (?P<stage>\d+))")
 
 
 def way_of(plan: Plan, group: Group) -> str:

@@ -172,13 +172,13 @@ class ScheduleTruth:
             side_by_side = WorkersReference(stages, optimizer, options.schedule(), loss, seed, options.clip)
             side_by_side.crossings = _crossings(plan, dict(self.model.named_parameters()), workers)
             side_by_side.edges = self.edges
-            side_by_side.objectives = options.method.objectives(options)
+            side_by_side.objectives = options.method.objectives.of(options)
             return side_by_side
         own = range(options.micro_batches) if options.method.keeps_own_statistics else None
         reference = Reference(stages, optimizer, options.schedule(), loss, seed, own, options.clip)
         reference.edges = self.edges
         reference.corrections = options.built_corrections()
-        reference.objectives = options.method.objectives(options)
+        reference.objectives = options.method.objectives.of(options)
         return reference
 
     def step(self, batches: Sequence[Batch]) -> None:

@@ -23,15 +23,25 @@ from torch.utils._pytree import tree_flatten
 from armillary.models.split_loss import Autocast, device_type_of, without_autocast
 from armillary.schedules.aq_sgd import sample_keys
 from armillary.schedules.edges import remembering
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, What, Wires
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, operation
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.random_streams import RandomStream
+from armillary.schedules.rank_list import Wires
 from armillary.schedules.schedule import Cell
 from armillary.stages.edge_codes import CodedLetter, Crossed
 from armillary.stages.optimizer_step import CorrectedStep, Updates, forget_others, options_of, refuse_gradients
 from armillary.stages.partition import Stage, ties_of
 from armillary.stages.reducer import StepMeans
-from armillary.stages.stage_pass import OwnLoss, Reads, StageActivation, StageBuffers, Value, detached, forward_stage
+from armillary.stages.stage_pass import (
+    OwnLoss,
+    Reads,
+    SavedTensors,
+    StageActivation,
+    StageBuffers,
+    Value,
+    detached,
+    forward_stage,
+)
 from armillary.stages.stage_sums import StageSums, shared_gradients
 from armillary.stages.train_spec import LossBook, NextForwards, Seat, StepLosses, TrainSpec, side_by_side
 from armillary.stages.weights import Borrowed, LentBytes, StageWeights
@@ -44,6 +54,9 @@ class Interpreter:
     """Begins empty; each `step` hands in a training step and works it off as far as needs no later one.
 
     Every rank makes the same calls.
+
+    Methods that take an instruction carry it out: they are what the rows of the table call, and what an instruction of
+    a schedule's own file may. `activations` are those that wait for their backward, by place.
 
     Args:
         stages: the whole model, cut.
@@ -72,7 +85,8 @@ class Interpreter:
         shared = shared_gradients(ties_of(stages))
         owners = {copy: one.owner for copy, one in shared.items()}
         buffered = [stage.index for stage in stages if any(True for _ in stage.module.buffers())]
-        wires, reduces = Wires(seat.one_queue, spec.codes, spec.lends, buffered, owners), seat.replicas.reduces
+        wires = Wires(seat.one_queue, spec.codes, spec.lends, buffered, owners, spec.residency)
+        reduces = seat.replicas.reduces
         self._lowering = Lowering(schedule, seat.rank, seat.ranks, clip, reduces, wires)
         self.micro_batches = list(where.handed_in(seat.rank))
         self._stages = {stage.index: stage for stage in stages if seat.rank in where.ranks(stage.index)}
@@ -100,11 +114,11 @@ class Interpreter:
         self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
         self._learning = {schedule.stages - 1, *spec.objectives} & {*self._stages}  # from a loss
         self._targets: dict[Cell, Any] = {}
-        self._flights: dict[Cell, StageActivation] = {}
+        self.activations: dict[Cell, StageActivation] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
         self._book = LossBook(len(self.micro_batches))
         self.lent_bytes = LentBytes(self.beside)
-        self._makes: Mapping[What, Callable[[Letter], Sequence[Any]]] = {  # letters of what is kept here
+        self._makes: Mapping[str, Callable[[Letter], Sequence[Any]]] = {  # letters of what is kept here
             "partial gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
             "gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
             "weights": lambda letter: self._weights[letter.stage].packed(letter.step),
@@ -114,22 +128,6 @@ class Interpreter:
             "buffers": lambda letter: self._buffers[letter.stage].packed(),
             "copy's gradient": lambda letter: self._sums[letter.stage].shared(letter),
             "shared gradient": lambda letter: self._sums[owners[letter.stage]].shared(letter),
-        }
-        self._carries: Mapping[str, Callable[[Instruction], None]] = {
-            "F": self._forward,
-            "B": self._backward,
-            "SEND": self._send,
-            "RECEIVE": self._expect,
-            "OVER": self._see_over,
-            "REDUCE": self._reduce,
-            "SUM": self._join,
-            "TIE": self._join,
-            "UPDATE": self._update,
-            "UNSHARD": self._unshard,
-            "RESHARD": self._reshard,
-            "ADOPT": self._adopt,
-            "NORM": self._add_norm,
-            "KNOW": self._learn_norm,
         }
 
     def _versions_of(self, stage: Stage) -> StageWeights:
@@ -207,17 +205,17 @@ class Interpreter:
     def _carry_out(self, instructions: Iterable[Instruction]) -> list[StepLosses]:
         with without_autocast(self._device_type):
             for one in instructions:
-                self._carries[one.op](one)
+                operation(one.op).run(self, one)
         return self._book.complete()
 
-    def _forward(self, one: Instruction) -> None:
+    def forward(self, one: Instruction) -> None:
         self.lent_bytes.look()
         step, micro_batch, j = one.place
         version = self.schedule.version(one.place, self.drains)
         is_last = j == self.schedule.stages - 1
         target = self._targets.pop(one.place, None)
         loss = OwnLoss(lambda output: self._loss(j, output, target), is_last) if j in self._learning else None
-        value, self._flights[one.place] = forward_stage(
+        value, self.activations[one.place] = forward_stage(
             self._stages[j],
             self._read(one, version),
             self._taken(Letter("activation", step, micro_batch, j - 1)),
@@ -232,7 +230,7 @@ class Interpreter:
             self._values[Letter("activation", *one.place)] = value
         self._next.begun(one.place)
         self._forget(j)
-        self._spec.observe(one, version, self._flights.keys())
+        self._spec.observe(one, version, self.activations.keys())
 
     def _loss(self, j: int, output: Any, target: Any) -> Tensor:
         own, whole = self._spec.objectives.get(j), self._spec.loss
@@ -243,12 +241,14 @@ class Interpreter:
         if one.stage in self.borrowed:
             borrowing = self.borrowed[one.stage].read(version)
             return Reads(version, borrowing.weights, borrowing)
-        return Reads(version, self._weights[one.stage].read(one.step, one.micro_batch, version))
+        weights = self._weights[one.stage].read(one.step, one.micro_batch, version)
+        apart = SavedTensors(weights.values()) if one.stage in self._spec.residency else None
+        return Reads(version, weights, apart=apart)
 
-    def _backward(self, one: Instruction) -> None:
+    def backward(self, one: Instruction) -> None:
         self.lent_bytes.look()
         step, micro_batch, j = one.place
-        flight, means = self._flights.pop(one.place), self._means[j]
+        flight, means = self.activations.pop(one.place), self._means[j]
         came = None if j in self._learning else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
         gradients = None if came is None else came.leaves
         means.expect(step, self.micro_batches.index(micro_batch))
@@ -264,23 +264,23 @@ class Interpreter:
             else:
                 self._sums[j].put(step, found)
         self._forget(j)
-        self._spec.observe(one, flight.version, self._flights.keys())
+        self._spec.observe(one, flight.version, self.activations.keys())
 
-    def _reduce(self, one: Instruction) -> None:
+    def reduce(self, one: Instruction) -> None:
         """Groups leave from now on, as their gradients become final."""
         reducer = self._reducers[one.stage]
         reducer.release(one.step)
         self._sums[one.stage].expect(one.step, partial(reducer.mean, one.step))
 
-    def _join(self, one: Instruction) -> None:
+    def join(self, one: Instruction) -> None:
         assert one.letter is not None
         self._sums[one.stage].join(one.letter, self._taken(one.letter).leaves)
 
-    def _update(self, one: Instruction) -> None:
+    def update(self, one: Instruction) -> None:
         self._updates.complete(self._weights[one.stage], one.step, self._sums[one.stage].mean(one.step))
         self._forget(one.stage)
 
-    def _unshard(self, one: Instruction) -> None:
+    def unshard(self, one: Instruction) -> None:
         """What comes stays, or is here for an action."""
         assert one.letter is not None
         came = self._taken(one.letter).leaves
@@ -290,14 +290,14 @@ class Interpreter:
             self._weights[one.stage].arrive(came)
             self._forget(one.stage)
 
-    def _reshard(self, one: Instruction) -> None:
+    def reshard(self, one: Instruction) -> None:
         if one.letter is not None:
             self.borrowed[one.stage].let_go(one.letter)
         else:
             self._kept[one.stage] = one.step + 1
             self._forget(one.stage)
 
-    def _adopt(self, one: Instruction) -> None:
+    def adopt(self, one: Instruction) -> None:
         assert one.letter is not None
         self._buffers[one.stage].adopt(self._taken(one.letter).leaves)
 
@@ -306,7 +306,7 @@ class Interpreter:
             return self.borrowed[letter.stage].flats_for(letter.what, letter.version)
         return self._weights[letter.stage].packed(letter.version)
 
-    def _add_norm(self, one: Instruction) -> None:
+    def add_norm(self, one: Instruction) -> None:
         """Of the stages above and this one; with the first stage's the norm of the step is known."""
         square = self._sums[one.stage].square(one.step)
         if one.stage < self.schedule.stages - 1:
@@ -318,7 +318,7 @@ class Interpreter:
         else:
             self._know(one, square.to(self._device))
 
-    def _learn_norm(self, one: Instruction) -> None:
+    def learn_norm(self, one: Instruction) -> None:
         assert one.letter is not None
         self._know(one, self._taken(one.letter).leaves[0])
 
@@ -326,7 +326,7 @@ class Interpreter:
         self._updates.know(one.step, square)
         self._norm = square
 
-    def _send(self, one: Instruction) -> None:
+    def send(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None
         make = self._makes.get(one.letter.what)
         value = self._values.pop(one.letter) if make is None else Value(*tree_flatten(make(one.letter)))
@@ -334,7 +334,7 @@ class Interpreter:
         if one.stage == max(self._remembering, default=None) and one.letter.what == "activation":
             del self._crossed.samples[one.letter.step, one.letter.micro_batch]
 
-    def _expect(self, one: Instruction) -> None:
+    def expect(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None
         self._mailbox.expect(one.letter, one.peer, self._writing(one))
 
@@ -343,7 +343,7 @@ class Interpreter:
         assert one.letter is not None
         return AS_IT_IS if one.code is None else CodedLetter(one.code, one.letter, self._crossed, passed_on)
 
-    def _see_over(self, one: Instruction) -> None:
+    def see_over(self, one: Instruction) -> None:
         assert one.letter is not None and self._mailbox is not None
         self._mailbox.over(one.letter)
 

@@ -18,13 +18,14 @@ may only read it. Which are written is seen by their values: torch's batch norm 
 raising their version counters (torch 2.13).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from armillary.models.split_loss import Autocast
@@ -36,6 +37,7 @@ __all__ = [
     "Landed",
     "OwnLoss",
     "Reads",
+    "SavedTensors",
     "StageActivation",
     "StageBuffers",
     "StageInputs",
@@ -154,17 +156,75 @@ class Value:
     passed_on: frozenset[int] = frozenset()
 
 
+class _Spot(NamedTuple):
+    """A saved tensor: in which of the storages, and where in it."""
+
+    storage: int
+    like: Tensor  # of its dtype, without elements
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedTensors:
+    """What autograd keeps of one forward, where that may be elsewhere until the backward: storage by storage.
+
+    Args:
+        weights: stay where they are.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._stays = {weight.untyped_storage().data_ptr() for weight in weights}
+        self._storages: list[UntypedStorage | None] = []
+        self._places: dict[int, int] = {}  # by address
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Around the forward."""
+        return saved_tensors_hooks(self._note, self._look_up)
+
+    def take(self) -> list[Tensor]:
+        """All of them, as bytes: from now on nobody here holds any."""
+        found = [one for one in self._storages if one is not None]
+        self._storages, self._places = [None] * len(found), {}
+        return [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in found]
+
+    def put_back(self, taken: Sequence[Tensor]) -> None:
+        """Before the backward."""
+        self._storages = [one.untyped_storage() for one in taken]
+
+    def _note(self, saved: Tensor) -> Any:
+        if saved.is_leaf or (saved._base is not None and saved._base.is_leaf) or saved.layout != torch.strided:
+            return saved
+        storage = saved.untyped_storage()
+        place = self._places.setdefault(storage.data_ptr(), len(self._storages))
+        if place == len(self._storages):
+            self._storages.append(storage)
+        like = torch.empty(0, dtype=saved.dtype, device=saved.device)
+        return _Spot(place, like, tuple(saved.shape), saved.stride(), int(saved.storage_offset()))
+
+    def _look_up(self, noted: Any) -> Tensor:
+        if not isinstance(noted, _Spot):
+            kept: Tensor = noted
+            return kept
+        storage = self._storages[noted.storage]
+        assert storage is not None, "its instruction did not bring it back"
+        return torch.empty_like(noted.like).set_(storage, noted.offset, noted.size, noted.stride)
+
+
 @dataclass(frozen=True, eq=False)
 class Reads:
     """What a forward reads of the model: weights of one version, by the stage's own names. borrowed: where the weights
-    are here for one action at a time."""
+    are here for one action at a time. apart: where what autograd keeps need not stay here."""
 
     version: int
     weights: Weights
     borrowed: Borrowing | None = None
+    apart: SavedTensors | None = None
 
-    def here(self) -> AbstractContextManager[None]:
+    def here(self) -> AbstractContextManager[Any]:
         """Around an action that reads the weights."""
+        if self.apart is not None:
+            return self.apart.hooks()
         return nullcontext() if self.borrowed is None else self.borrowed.here()
 
 

@@ -115,7 +115,7 @@ def refuse_uncut(plan: Plan, model: nn.Module, loss: Loss, example: Any) -> None
         stages = stages_of(model, split.input_of(example), options.points)
         refuse_ties(plan, stages)
         refuse_other_groups(plan, stages)
-        options.method.refuse_stages(options, [stage.module for stage in stages])
+        options.method.objectives.refuse_stages(options, [stage.module for stage in stages])
 
 
 def refuse_ties(plan: Plan, stages: Sequence[Stage]) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from armillary.schedules.clipping import Clip
 from armillary.schedules.corrections.correction import Correction
 from armillary.schedules.edges import Codes
-from armillary.schedules.instructions import Instruction, Placement, Ranks, ScheduledAction
+from armillary.schedules.instructions import Instruction
 from armillary.schedules.method import Objective
+from armillary.schedules.rank_list import Placement, Ranks, Residency, ScheduledAction
 from armillary.schedules.schedule import Cell, Schedule
 from armillary.stages.stage_sums import StageReplicas, alone
 from armillary.transport.scopes import Channel
@@ -128,6 +129,7 @@ class TrainSpec:
         counted: tensors sent over coded edges, by what they are, the stage that made them, and whether they were coded;
             if not, it was in the warm-up. Filled as they leave.
         lends: whether only the owner of a stage keeps its weights, where several ranks run it.
+        residency: of stages whose activations do not just stay between forward and backward.
         observe: told after every action what it was, the version of the weights it read, and the places held now.
 
     Raises:
@@ -145,6 +147,7 @@ class TrainSpec:
     codes: Codes = field(default_factory=dict)
     counted: Counter[tuple[str, int, bool]] = field(default_factory=Counter)
     lends: bool = False
+    residency: Mapping[int, Residency] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if {*self.objectives} != {*self.schedule.uncoupled}:

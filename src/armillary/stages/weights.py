@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from armillary.schedules.instructions import Letter, What
+from armillary.schedules.instructions import Letter
 from armillary.stages.optimizer_step import CorrectedStep, Options
 from armillary.stages.partition import Stage
 from armillary.stages.reducer import Flats, FlatStage, Means
@@ -153,7 +153,7 @@ class Borrowed:
         self.stage = stage
         self._parameters = dict(stage.module.named_parameters())
         self.flat = FlatStage(self._parameters)
-        self._here: dict[tuple[What, int], Flats] = {}  # by what they are for, and version
+        self._here: dict[tuple[str, int], Flats] = {}  # by what they are for, and version
         self.blank()
 
     def blank(self) -> None:
@@ -174,7 +174,7 @@ class Borrowed:
         }
         return Borrowing(leaves, self, version)
 
-    def flats_for(self, what: What, version: int) -> Flats:
+    def flats_for(self, what: str, version: int) -> Flats:
         """
         Raises:
             RuntimeError: that version is not here; another one is never handed out instead.
@@ -210,7 +210,7 @@ class Borrowing:
         self.weights: Weights = leaves
         self._borrowed, self._version = borrowed, version
         self._leaves = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        self._what: What = "forward weights"
+        self._what: str = "forward weights"
         self._flats: Flats = []  # that are here
         self._places: dict[int, int] = {}  # storage -> which of them
 
