@@ -15,19 +15,19 @@ from torch.utils.checkpoint import checkpoint
 from armillary.models.preserved_state import LiveBytes
 from armillary.plans import Choice
 from armillary.reference.versions import Reference
-from armillary.schedules import Clip, read
+from armillary.schedules import Clip, Letter, read
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.costs import held_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.instructions import Letter
-from armillary.schedules.routes import NORM_BYTES, pipeline_messages, ring_messages
-from armillary.schedules.shared_stages import Sharing, devices_for, shared_messages
+from armillary.schedules.routes import NORM_BYTES
+from armillary.schedules.shared_stages import Sharing, devices_for
 from armillary.stages.train_spec import TrainSpec
 from armillary.stages.weights import Borrowed, StageWeights
 from armillary.transport.point_to_point import Mailbox
 from channels import Board, GlooChannel, ThreadChannel, in_threads
 from modes import MODES, STEPS, Case, handed_in, in_threads_of, reference, train, worker
+from schedule_messages import pipeline_messages, ring_messages, shared_messages
 from staged_models import EVERY_CLIP, OPTIMIZERS, data, rings, same, squared_error, stages_of, weights
 
 DRY = {"dropout": 0.0}  # threads share one random number generator

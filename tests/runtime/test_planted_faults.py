@@ -12,7 +12,7 @@ from armillary.schedules import routes as messages
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.rank_list import ScheduledAction
-from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.schedules.shared_stages import Sharing
 from armillary.schedules.simultaneous import simultaneous
 from armillary.stages import optimizer_step as corrected_step
 from armillary.stages.interpreter import Interpreter

@@ -5,8 +5,8 @@ import warnings
 import pytest
 import torch
 
+from armillary.codecs import codec_of
 from armillary.codecs.edges import guarded
-from armillary.codecs.registry import codec_of
 from armillary.plans import Choice
 from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference

@@ -15,7 +15,8 @@ from armillary.plans.group import Forecast, Group
 from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import Plan
 from armillary.plans.units import seconds_text
-from armillary.schedules.method import Planned, ScheduleOptions
+from armillary.schedules.costs import Planned
+from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.notes import notes_on
 from armillary.schedules.registry import read
 

@@ -54,7 +54,9 @@ class _Prices:
         except NothingFits:
             roomy = replace(self.case, topology=replace(self.case.topology, memory_bytes=NO_LIMIT))
             made = make_plan(roomy, request)
-        if SCHEDULES[schedule.name].prepare is None:  # else it changes the model before it cuts it, and says itself
+        if (
+            SCHEDULES[schedule.name].objectives.prepare is None
+        ):  # else it changes the model before it cuts it, and says itself
             refuse_uncut(made, self.subject.model, self.subject.loss, self.batches[0])
         if len(made.stages) > 1 and len(set(map(_shapes, self.batches))) > 1:
             raise ValueError("batches differ in shape, and stages want micro-batches of one shape: pad them")
