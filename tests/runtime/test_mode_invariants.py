@@ -17,7 +17,7 @@ from armillary.plans import Choice
 from armillary.reference.versions import Reference
 from armillary.schedules import Clip, Letter, read
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.costs import held_copies
+from armillary.schedules.costs import copies_held, held_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.routes import NORM_BYTES
@@ -198,7 +198,7 @@ def test_at_most_two_versions_of_a_stage_live_and_one_of_a_stage_that_is_never_s
 
         def observe(due, version, held, kept=kept):
             for j, store in run._weights.items():  # noqa: B023
-                flying = {flight.version for place, flight in run._flights.items() if place[2] == j}  # noqa: B023
+                flying = {flight.version for place, flight in run.activations.items() if place[2] == j}  # noqa: B023
                 kept[j].add(len(flying.union(store.versions)))
 
         _, run = one_device(Case(cyclic(3, slack=slack), optimizer="sgd"), observe=observe)
@@ -237,7 +237,7 @@ def weight_bytes(schedule):
 
             return look
 
-        run._carries = {**run._carries, "F": before(run._forward), "B": before(run._backward)}
+        run.forward, run.backward = before(run.forward), before(run.backward)
         for batches in data(STEPS, schedule.workers):
             run.step([batches[rank]])
         run.drain()
@@ -278,7 +278,7 @@ def alive_bytes(rank, world, schedule):
 
     def look(one, version, held):
         nonlocal graphs
-        flights = [flight for (_, _, j), flight in run._flights.items() if j in run.borrowed]
+        flights = [flight for (_, _, j), flight in run.activations.items() if j in run.borrowed]
         leaves = [leaf for flight in flights for leaf in flight.reads.weights.values()]
         mine = [p for j in run.borrowed for p in stages[j].parameters()]
         blank.extend(p.untyped_storage().nbytes() == p.element_size() for p in [*leaves, *mine])
@@ -318,7 +318,7 @@ def test_memory_forecast_of_shared_stages_is_what_is_alive(workers, slack):
     schedule, devices = cyclic(workers, slack=slack), devices_for(workers)
     options = read(Choice("shared_stages", {"slack": slack}), devices)
     alive = in_threads(devices, lambda rank, channel: copies_alive(rank, channel, schedule))
-    forecast = sum(options.method.copies(options, stage, devices, 0) for stage in range(workers))
+    forecast = sum(copies_held(options, stage, devices, 0) for stage in range(workers))
     assert sum(alive) / devices == pytest.approx(forecast, rel=0.1)
 
 
