@@ -14,7 +14,7 @@ from torch import nn
 
 import armillary
 from armillary import schedules
-from armillary.models.untouched import LiveBytes
+from armillary.models.preserved_state import LiveBytes
 from armillary.plans import Choice, Link, Topology
 from armillary.schedules.gpipe import gpipe
 
