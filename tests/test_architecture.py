@@ -13,7 +13,7 @@ from armillary import face
 from armillary.codecs import CODECS
 from armillary.exchanges import dense_exchanges, row_exchanges
 from armillary.plans import SIMULTANEOUS, advisers
-from armillary.schedules import CORRECTIONS, SCHEDULES
+from armillary.schedules import CORRECTIONS, EDGES, SCHEDULES
 
 ROOT = Path(armillary.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -327,7 +327,9 @@ def faces_of_rooms() -> set[str]:
 
 
 # Called from outside, or the truth of a departure, which tests hold runs to.
-CALLED_ELSEWHERE = {"_repr_html_", "commands", "ema", "in_a_row", "keep_untouched_rows"}
+CALLED_ELSEWHERE = {
+    "_repr_html_", "carry_apart", "commands", "ema", "in_a_row", "keep_untouched_rows", "register_operation",
+}  # fmt: skip
 
 
 def test_nothing_is_there_that_only_tests_call():
@@ -403,9 +405,20 @@ def test_a_schedules_file_names_only_itself():
     assert names <= {path.stem for path in FILES if room_of(path) == "schedules"}  # a file each, of its name
 
 
+def test_no_edge_method_is_known_outside_its_file():
+    assert EDGES.all()
+    for name, made in EDGES.all().items():
+        for path in FILES:
+            if path.stem != name:
+                words = {word for text in said(path) for word in re.findall(r"\w+", text)}
+                assert name not in words, f"{path.relative_to(ROOT)} names {name}"
+                imports = {module for module, _ in imported(path)}
+                assert made.__module__ not in imports, f"{path.relative_to(ROOT)} imports {made.__module__}"
+
+
 def test_no_placement_is_known_but_to_its_schedules_files():
     """What crosses because of it, it says itself; so nobody asks which it is."""
-    own = {entry.placement.__module__ for entry in SCHEDULES.all().values() if entry.placement is not None}
+    own = {entry.placement.of.__module__ for entry in SCHEDULES.all().values() if entry.placement.of is not None}
     assert own
     for path in FILES:
         for module in own.intersection(name for name, _ in imported(path)):

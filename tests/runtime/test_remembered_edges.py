@@ -12,9 +12,8 @@ from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference
 from armillary.schedules import Edge, codes_of
 from armillary.schedules import edges as edge_file
-from armillary.schedules.aq_sgd import sample_keys
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.edges import SAME
+from armillary.schedules.edges import SAME, sample_keys
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.stages import edge_codes as sample_memory

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from armillary.schedules.aq_sgd import sample_keys
-from armillary.schedules.edges import Codes, EdgeCode, draw_of, is_codable
+from armillary.schedules.edges import Codes, EdgeCode, draw_of, is_codable, sample_keys
 from armillary.schedules.random_streams import plain
 from armillary.schedules.schedule import Cell
 

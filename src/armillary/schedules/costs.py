@@ -40,6 +40,7 @@ __all__ = [
     "mean_copies",
     "peak_on_one_device",
     "peak_over_workers",
+    "sent_by_workers",
 ]
 
 WARM = 3  # steps before those that are counted
@@ -53,6 +54,24 @@ class SentLetters(NamedTuple):
     what: str
     stage: int
     times: float
+
+
+def sent_letters(lists: Mapping[int, Lists]) -> list[SentLetters]:
+    """Of a step. Norms of either direction are one kind."""
+    found = Counter[tuple[int, str, int]]()
+    for rank, calls in lists.items():
+        for one in (one for call in calls[WARM:] for one in call if one.op == "SEND"):
+            what = one.letter.what if one.letter is not None else ""
+            found[rank, "norm" if what == "partial norm" else what, one.stage] += 1
+    steps = len(next(iter(lists.values()))) - WARM
+    return [SentLetters(*key, count / steps) for key, count in sorted(found.items())]
+
+
+def sent_by_workers(schedule: Schedule) -> list[SentLetters]:
+    """The same where each worker of a schedule is a process."""
+    ranks = range(schedule.workers)
+    lowered = {rank: Lowering(schedule, rank, ranks) for rank in ranks}
+    return sent_letters({rank: [one.next_step() for _ in range(WARM + 1)] for rank, one in lowered.items()})
 
 
 @dataclass(frozen=True)
@@ -69,13 +88,7 @@ class Counts:
 
     @cached_property
     def sent(self) -> list[SentLetters]:
-        """Of a step. Norms of either direction are one kind."""
-        found = Counter[tuple[int, str, int]]()
-        for rank, calls in self.lists.items():
-            for one in (one for call in calls[WARM:] for one in call if one.op == "SEND"):
-                what = one.letter.what if one.letter is not None else ""
-                found[rank, "norm" if what == "partial norm" else what, one.stage] += 1
-        return [SentLetters(*key, count / self.steps) for key, count in sorted(found.items())]
+        return sent_letters(self.lists)
 
     def sent_bytes(self, stages: Sequence[StageLoad]) -> list[float]:
         """Of each process of a ring in a step: stages go whole, norms are one number."""

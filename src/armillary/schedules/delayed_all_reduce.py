@@ -7,12 +7,12 @@ backward only; the ring is at most as late. The notes say which of them is bette
 Source: Pipe-SGD (Li et al., 2018) with width two; delayed parameter update (ZeRO-Offload, Ren et al., 2021).
 """
 
-from armillary.plans.choice import Choice
 from armillary.plans.mesh import DATA
 from armillary.plans.units import bytes_text, seconds_text
-from armillary.schedules.costs import Planned, counted
+from armillary.schedules.costs import Planned, sent_by_workers
+from armillary.schedules.cyclic import cyclic
 from armillary.schedules.method import Method, OptionRules, Placing
-from armillary.schedules.registry import SCHEDULES, read
+from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.ring import DOMINATED_WORKERS
 from armillary.schedules.schedule import Schedule, one_pass
 
@@ -47,10 +47,9 @@ def _beside_plain(planned: Planned) -> str:
 def _beside_ring(planned: Planned) -> str:
     """The ring of as many equal stages as workers, at slack 0, whatever the model can be cut into."""
     workers, reduced = planned.workers, planned.exchange_bytes
-    options = read(Choice("ring"), workers)
-    ring, weights = options.schedule(), reduced * workers / (2 * (workers - 1))
+    ring, weights = cyclic(workers), reduced * workers / (2 * (workers - 1))
     sent = [0.0] * workers
-    for one in counted(options).sent:
+    for one in sent_by_workers(ring):
         sent[one.sender] += one.times * weights / workers
     figures = (
         f"sent per worker and step: {bytes_text(reduced)} here; {bytes_text(sum(sent) / workers)} round a cyclic ring "

@@ -17,10 +17,12 @@ Source: Bian et al., "Does compressing activations help model parallel training?
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from armillary.codecs.edges import guarded
 from armillary.codecs.registry import Codec, Draw, codec_of
@@ -45,6 +47,7 @@ __all__ = [
     "is_codable",
     "refuse_edges",
     "remembering",
+    "sample_keys",
     "warm_up_of",
 ]
 
@@ -52,6 +55,7 @@ SAME = Choice("same")
 EVALS = ("same", "off")
 IN_MEMORY_BYTES = 1 << 28  # of what an end holds of samples: more is in a file
 NEVER = 1 << 62  # a step that no run reaches
+KEY_BYTES = 8  # of a sample
 SOON = 1  # the longest warm-up with which a few steps see it, and its end
 
 
@@ -172,6 +176,28 @@ class Remembered(NamedTuple):
 
 
 # What an edge may be besides a codec, by name: (what is coded, choice, its options) -> by what it is coded.
+def sample_keys(micro_batch: Any) -> tuple[bytes, ...]:
+    """One a sample: along the first dimension of what the first stage reads.
+
+    Raises:
+        ValueError: its tensors have no first dimension in common.
+    """
+    leaves = [leaf for leaf in tree_flatten(micro_batch)[0] if isinstance(leaf, Tensor)]
+    counts = {len(leaf) if leaf.dim() else 0 for leaf in leaves}
+    if len(counts) != 1 or 0 in counts:
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        raise ValueError(
+            f"edge: samples are told apart along the first dimension of what the first stage reads, and its tensors "
+            f"have shapes {shapes}; want the same number of samples in all, or an edge that remembers none"
+        )
+    hashes = [blake2b(digest_size=KEY_BYTES) for _ in range(counts.pop())]
+    for leaf in leaves:
+        rows = leaf.detach().cpu().contiguous().reshape(len(leaf), -1).view(torch.uint8).numpy()
+        for one, row in zip(hashes, rows, strict=True):
+            one.update(row.tobytes())
+    return tuple(one.digest() for one in hashes)
+
+
 EDGES: Registry[Callable[[str, Choice, dict[str, Any]], Remembered]] = Registry("edge method", "armillary.schedules")
 
 

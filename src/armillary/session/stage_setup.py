@@ -21,8 +21,7 @@ from armillary.plans.plan import Plan
 from armillary.profiler.probe import Loss
 from armillary.reference.whole_model import CutModel
 from armillary.runtime.dense_unit import DenseUnit, dense_unit
-from armillary.schedules.aq_sgd import sample_keys
-from armillary.schedules.edges import codes_of
+from armillary.schedules.edges import codes_of, sample_keys
 from armillary.schedules.lowering import placed
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.random_streams import seed_from_step

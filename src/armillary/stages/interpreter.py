@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
 from armillary.models.split_loss import Autocast, device_type_of, without_autocast
-from armillary.schedules.aq_sgd import sample_keys
-from armillary.schedules.edges import remembering
+from armillary.schedules.edges import remembering, sample_keys
 from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, operation
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.random_streams import RandomStream
