@@ -1,4 +1,4 @@
-"""A schedule brings the driver that takes its steps: it is found by name, and asked to open a plan and to load."""
+"""A schedule brings the driver that takes its steps: it is found by name, and asked to open a plan."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,17 +51,13 @@ def test_steps_are_taken_by_the_driver_that_the_schedule_names(tmp_path):
         asked.append("open")
         return owned.open(*given)
 
-    def load(engine, path):
-        asked.append("load")
-        return owned.load(engine, path)
-
-    with shelf(my_driver=Driver(opened, load)):
+    with shelf(my_driver=Driver(opened)):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with armillary.attach(made(), model, optimizer, loss=loss, example=BATCH) as run:
             run.step([BATCH])
             run.load(run.save(tmp_path))
-    assert asked == ["open", "load"]
+    assert asked == ["open"]
 
 
 def test_a_driver_that_nobody_registered_is_told_of():

@@ -3,7 +3,7 @@
 A driver opens a plan: it makes the engine that a `Run` asks for everything, and refuses on every rank what it cannot
 carry out. A file on a shelf that brings a schedule may bring its driver with it, as it is imported:
 
-    DRIVERS.register("my_driver", Driver(open=..., load=...))
+    DRIVERS.register("my_driver", Driver(open=...))
     SCHEDULES.register("my_schedule", Method(..., step_mode="my_driver"))
 
 A change to a model and its optimizer that is made whole or not at all.
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,7 +26,6 @@ from armillary.session.health import agree_on_found_inf
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.job import Job, TrainJob
-from armillary.session.load import load, reload
 from armillary.session.owners_engine import OwnersLoop
 from armillary.session.schedule_engine import OwnedLoop
 from armillary.session.schedule_validation import owned_misfit, pushed_misfit
@@ -58,11 +55,9 @@ class Driver:
     Args:
         open: (plan, job, transport) -> the plan at work. Collective; a ValueError where it does not fit, on every rank,
             and model and optimizer are as they were.
-        load: (engine, path of a checkpoint or None) -> what this rank's loop had saved; see `Run.load`. Collective.
     """
 
     open: Callable[[Plan, TrainJob, Transport], Opened]
-    load: Callable[[Any, str | Path | None], dict[str, Any]]
 
 
 DRIVERS: Registry[Driver] = Registry("driver", __name__)
@@ -175,6 +170,6 @@ def _open_owners(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
         return Opened(OwnersLoop(plan, job, transport))
 
 
-DRIVERS.register(USER_LOOP, Driver(_open_user_loop, load))
-DRIVERS.register(OWNED_LOOP, Driver(_open_owned_loop, reload))
-DRIVERS.register(PARAMETER_SERVER, Driver(_open_owners, reload))
+DRIVERS.register(USER_LOOP, Driver(_open_user_loop))
+DRIVERS.register(OWNED_LOOP, Driver(_open_owned_loop))
+DRIVERS.register(PARAMETER_SERVER, Driver(_open_owners))

@@ -4,7 +4,7 @@ Nothing here is needed by a plain loop; what `Run` says of each method holds her
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -227,6 +227,10 @@ class UserLoop:
         return parameter_names(self.model, self.optimizer, self.tables)
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(one.shape) for name, one in self.model.named_parameters(remove_duplicate=False)}
+
+    @property
     def units(self) -> Sequence[DenseUnit | RowUnit]:
         return self.executor.units
 
@@ -371,10 +375,6 @@ class UserLoop:
         if self.watcher is not None:
             self.watcher = self.watcher.after_step(self, is_complete)
 
-    def forget_step(self) -> None:
-        """Another state was loaded; what stepped before is past."""
-        self._stepped.clear()
-
     def _close_step(self) -> None:
         """Every optimizer has stepped, or one is about to step again."""
         self._stepped.clear()
@@ -388,9 +388,25 @@ class UserLoop:
         if len(self.transport.records) > MANY_RECORDS:
             self.count()
 
-    def loaded(self, saved_plan: Mapping[str, Any], name: str) -> None:
-        """A checkpoint of this name was loaded, which had been saved under this plan."""
-        if self.watcher is not None:
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """The user's loop follows what the user changes."""
+        return nullcontext()
+
+    @contextmanager
+    def reloading(self, saved_plan: Mapping[str, Any], name: str) -> Iterator[None]:
+        """Gradients of before belong to other values; so do the rows that a window may still hold."""
+        self.executor.prefetch.delay.finish()
+        self.optimizer.zero_grad(set_to_none=True)
+        for table in self.tables.values():
+            table.pending = []
+            if table.has_window:
+                table.window_rows = None
+                table.parameter.data = table.shard[:0].clone()
+        with self.asking():
+            yield
+        self._stepped.clear()
+        self.executor.norms.forget()
+        if self.watcher is not None:  # perhaps to that plan, whose exchanges take up what theirs had kept
             self.watcher = self.watcher.loaded(self, saved_plan, name)
 
     def _tables_of(self, optimizer: Optimizer) -> list[RowTable]:

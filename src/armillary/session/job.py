@@ -205,6 +205,10 @@ class Job(Protocol):
     @property
     def names(self) -> list[str]: ...
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the model's parameters, whole, by every name that they have."""
+
     def step(self, batches: Sequence[Any]) -> list[StepLosses]: ...
 
     @property
@@ -253,6 +257,13 @@ class Job(Protocol):
     def rest(self) -> AbstractContextManager[dict[str, Any]]:
         """Between two steps, collective. Inside, what is not cut by row or by rank: "model", a state_dict without
         tables, and "optimizer", by name; not copied. Where replicas differ, their mean."""
+
+    def as_it_was(self) -> AbstractContextManager[None]:
+        """Inside, what the user changed since the run began, and steps would refuse, is set aside."""
+
+    def reloading(self, saved_plan: Mapping[str, Any], name: str) -> AbstractContextManager[None]:
+        """Collective. Inside, model, optimizer, `tables` and `held` take the values of a checkpoint of this name, which
+        was saved under this plan; behind it the run goes on from them."""
 
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""

@@ -1,8 +1,8 @@
 """Puts what was saved into a run, whatever plan and number of workers it was saved under.
 
 Everything is opened, checked against model and optimizer, and agreed on by all ranks before the first value is
-overwritten. A checkpoint that does not fit leaves the run as it was. Where the schedule owns the loop, model and
-optimizer become plain first, and the engine is built anew on the same connections.
+overwritten. A checkpoint that does not fit leaves the run as it was. What a driver does around that, it says itself
+(`Job.reloading`): a schedule, for one, makes model and optimizer plain first, and begins anew behind it.
 """
 
 import warnings
@@ -17,24 +17,22 @@ from torch import Tensor
 from armillary.checkpoint.row_file import StoredRows
 from armillary.checkpoint.saved_state import SavedState, open_saved, read_rows
 from armillary.plans.profile import Profile
-from armillary.session.hooks_engine import UserLoop
 from armillary.session.job import Job
 from armillary.session.rank_state import fill_ranks
-from armillary.session.schedule_engine import OwnedLoop
 from armillary.tables.handle import TableHandle
-from armillary.tables.optimizer_state import by_index, by_name, is_row_shaped, parameter_names
+from armillary.tables.optimizer_state import by_index, by_name, is_row_shaped
 from armillary.tables.optimizers import kind_of
 from armillary.tables.reshard import block_rows, equal_spans, from_spans
 from armillary.tables.table import RowTable
 from armillary.transport.agreement import FirstError
 from armillary.transport.transport import Transport
 
-__all__ = ["HALF", "fill_averages", "is_nothing", "load", "reload", "take_profile"]
+__all__ = ["HALF", "load"]
 
 HALF = "the run is now half loaded: load again"
 
 
-def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
+def load(run: Job, path: str | Path | None) -> dict[str, Any]:
     """Collective, between two steps. Loads a checkpoint folder, or a file that `torch.save` made of a model's
     state_dict or of {"model": state_dict, "optimizer": state_dict}.
 
@@ -46,8 +44,13 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
         ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
         RuntimeError: a rank could not read it.
     """
+    with run.as_it_was():
+        return _loaded(run, path)
+
+
+def _loaded(run: Job, path: str | Path | None) -> dict[str, Any]:
     transport, trouble = run.transport, FirstError("load")
-    if is_nothing(path, transport):
+    if _is_nothing(path, transport):
         return {}
     assert path is not None
     named: dict[str, Any] | None = None
@@ -55,23 +58,23 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
     with trouble.kept():
         saved = open_saved(Path(path), run.rank, run.workers)
         trouble.about = saved.name
-        _refuse_other_model(run, saved.model)
-        named = _optimizer_by_name(run, saved)
+        mine = run.model.state_dict()
+        shapes = {key: tuple(one.shape) for key, one in mine.items() if isinstance(one, Tensor)} | dict(run.shapes)
+        _refuse_other_model(run, saved.model, shapes)
+        named = _optimizer_by_name(run, saved, shapes)
     trouble.agree(transport)
     assert saved is not None
     _refuse_different(saved, transport)
-    with torch.no_grad():
-        _drop_gradients(run)
-        _fill_model(run, saved.model, trouble)
-        if named is not None:
-            _fill_optimizer(run, named, trouble)
-        fill_averages(run, saved, trouble)
-    trouble.agree(transport, HALF)
-    transport.step = saved.step
-    take_profile(run, saved)
-    run.forget_step()
-    run.executor.norms.forget()
-    run.loaded(saved.plan, saved.name)  # perhaps to that plan, whose exchanges take up what theirs had kept
+    with run.reloading(saved.plan, saved.name):
+        with torch.no_grad():
+            _fill_model(run, saved.model, trouble)
+            if named is not None:
+                _fill_optimizer(run, named, trouble)
+            _fill_averages(run, saved, trouble)
+        trouble.agree(transport, HALF)
+        transport.step = saved.step
+        if run.job.profile is None and saved.profile:
+            run.job = replace(run.job, profile=Profile.from_json(saved.profile))
     with torch.no_grad():
         fill_ranks(run, saved, trouble)
     trouble.agree(transport, HALF)
@@ -80,7 +83,7 @@ def load(run: UserLoop, path: str | Path | None) -> dict[str, Any]:
     return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
 
 
-def is_nothing(path: str | Path | None, transport: Transport) -> bool:
+def _is_nothing(path: str | Path | None, transport: Transport) -> bool:
     """Collective: whether there is nothing to load, on all ranks.
 
     Raises:
@@ -97,27 +100,19 @@ def is_nothing(path: str | Path | None, transport: Transport) -> bool:
     return path is None
 
 
-def take_profile(run: UserLoop | OwnedLoop, saved: SavedState) -> None:
-    """The profile that was saved, where nobody gave the run one."""
-    if run.job.profile is None and saved.profile:
-        run.job = replace(run.job, profile=Profile.from_json(saved.profile))
-
-
-def _refuse_other_model(run: UserLoop, saved: Mapping[str, Any]) -> None:
+def _refuse_other_model(run: Job, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
     mine = run.model.state_dict()
     missing, extra = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
     if missing or extra:
         raise ValueError(
             f"it was saved from another model: it misses {missing or 'nothing'} and has {extra or 'nothing'} besides"
         )
-    for key, value in mine.items():
-        if isinstance(value, Tensor) and tuple(value.shape) != tuple(saved[key].shape):
-            raise ValueError(
-                f"{key!r} was saved with shape {tuple(saved[key].shape)}, the model has {tuple(value.shape)}"
-            )
+    for key, shape in shapes.items():
+        if key in saved and tuple(saved[key].shape) != shape:
+            raise ValueError(f"{key!r} was saved with shape {tuple(saved[key].shape)}, the model has {shape}")
 
 
-def _optimizer_by_name(run: UserLoop, saved: SavedState) -> dict[str, Any] | None:
+def _optimizer_by_name(run: Job, saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any] | None:
     """The saved optimizer by parameter name, checked against the run's; None if there is none to load."""
     if saved.optimizer is None:
         return None
@@ -126,31 +121,17 @@ def _optimizer_by_name(run: UserLoop, saved: SavedState) -> dict[str, Any] | Non
         raise ValueError(
             f"it was saved from {saved.optimizer_class}, this run has {name}; use the same optimizer class"
         )
-    names = parameter_names(run.model, run.optimizer, run.tables)
+    names = run.names
     named = by_name(saved.optimizer, names) if saved.is_numbered else dict(saved.optimizer)
     by_index(named, names, run.optimizer)
-    shapes = {name: handle.shape for name, handle in run.model.named_parameters()}
     for owner, entries in named["state"].items():
         for entry, value in entries.items():
-            if isinstance(value, StoredRows) and tuple(value.shape) != tuple(shapes[owner]):
-                raise ValueError(
-                    f"{entry!r} of {owner!r} was saved with shape {value.shape}, want {tuple(shapes[owner])}"
-                )
+            if isinstance(value, StoredRows) and tuple(value.shape) != shapes[owner]:
+                raise ValueError(f"{entry!r} of {owner!r} was saved with shape {value.shape}, want {shapes[owner]}")
     return named
 
 
-def _drop_gradients(run: UserLoop) -> None:
-    """Gradients of before belong to other values; so do the rows a window may still hold."""
-    run.executor.prefetch.delay.finish()
-    run.optimizer.zero_grad(set_to_none=True)
-    for table in run.tables.values():
-        table.pending = []
-        if table.has_window:
-            table.window_rows = None
-            table.parameter.data = table.shard[:0].clone()
-
-
-def _fill_model(run: UserLoop, saved: Mapping[str, Any], trouble: FirstError) -> None:
+def _fill_model(run: Job, saved: Mapping[str, Any], trouble: FirstError) -> None:
     mine = run.model.state_dict()
     whole = {}
     filled: set[str] = set()  # a tied table has several keys
@@ -170,10 +151,9 @@ def _fill_model(run: UserLoop, saved: Mapping[str, Any], trouble: FirstError) ->
         run.model.load_state_dict(whole, strict=False)
 
 
-def _fill_optimizer(run: UserLoop, named: Mapping[str, Any], trouble: FirstError) -> None:
+def _fill_optimizer(run: Job, named: Mapping[str, Any], trouble: FirstError) -> None:
     """Tables get the rows this rank holds: in the optimizer's own state, or beside it where it sees a window."""
-    names = parameter_names(run.model, run.optimizer, run.tables)
-    state: dict[str, dict[str, Any]] = {}
+    names, state = run.names, dict[str, dict[str, Any]]()
     for held in run.held.values():
         held.clear()
     for name in names:
@@ -192,13 +172,11 @@ def _fill_optimizer(run: UserLoop, named: Mapping[str, Any], trouble: FirstError
             elif isinstance(value, Tensor):
                 entries[entry] = value.clone()  # it may be mapped from the file
         state[name] = entries
-    with trouble.kept(), run.asking():
+    with trouble.kept():
         run.optimizer.load_state_dict(by_index({**named, "state": state}, names, run.optimizer))
 
 
-def _table_entry(
-    run: UserLoop, table: RowTable, entry: str, stored: Tensor | StoredRows, trouble: FirstError
-) -> Tensor:
+def _table_entry(run: Job, table: RowTable, entry: str, stored: Tensor | StoredRows, trouble: FirstError) -> Tensor:
     dtype = table.shard.dtype if stored.dtype.is_floating_point else stored.dtype  # as torch.optim casts
     rows = torch.zeros(table.shard.shape, dtype=dtype, device=table.shard.device)
     _fill_shard(run, rows, table, stored, trouble)
@@ -208,7 +186,7 @@ def _table_entry(
     return rows[:0].clone()
 
 
-def fill_averages(run: Job, saved: SavedState, trouble: FirstError) -> None:
+def _fill_averages(run: Job, saved: SavedState, trouble: FirstError) -> None:
     """Moving averages that were not saved begin anew, from the model as it was loaded."""
     for key, average in run.averages.items():
         average.begin(run.model, run.tables)
@@ -263,12 +241,6 @@ def _fill_shard(run: Job, into: Tensor, table: RowTable, stored: Tensor | Stored
             into[first:last].copy_(rows)
 
 
-def reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
-    """Collective, between two steps; see `load`. What the user changed since the run began is as it was meanwhile."""
-    with run.taken.as_it_was():
-        return _reload(run, path)
-
-
 def _refuse_different(saved: SavedState, transport: Transport) -> None:
     """
     Raises:
@@ -279,76 +251,3 @@ def _refuse_different(saved: SavedState, transport: Transport) -> None:
         names = transport.share(saved.name)
         listing = "; ".join(f"rank {rank}: {names[rank]}, {digest}" for rank, digest in enumerate(digests))
         raise ValueError(f"load: ranks opened different things ({listing}); give all of them the same path")
-
-
-def _reload(run: OwnedLoop, path: str | Path | None) -> dict[str, Any]:
-    transport, trouble = run.transport, FirstError("load")
-    if is_nothing(path, transport):
-        return {}
-    assert path is not None
-    saved: SavedState | None = None
-    with trouble.kept():
-        saved = open_saved(Path(path), run.rank, run.workers)
-        trouble.about = saved.name
-        _refuse_misfit(run, saved)
-    trouble.agree(transport)
-    assert saved is not None
-    _refuse_different(saved, transport)
-    run.undo(gather=True)
-    run.losses()  # of steps that are behind the training which is loaded now: nobody is told
-    with trouble.kept(), torch.no_grad():
-        _fill(run, saved)
-        fill_averages(run, saved, trouble)
-    trouble.agree(transport, HALF)
-    transport.step = saved.step
-    take_profile(run, saved)
-    run.begin()
-    with torch.no_grad():
-        fill_ranks(run, saved, trouble)
-    trouble.agree(transport, HALF)
-    if not saved.loops:
-        return {}
-    return saved.loops[run.rank if run.rank < len(saved.loops) else 0]
-
-
-def _refuse_misfit(run: OwnedLoop, saved: SavedState) -> None:
-    mine = run.model.state_dict()
-    missing, extra = sorted(mine.keys() - saved.model.keys()), sorted(saved.model.keys() - mine.keys())
-    if missing or extra:
-        raise ValueError(
-            f"it was saved from another model: it misses {missing or 'nothing'} and has {extra or 'nothing'} besides"
-        )
-    kind = kind_of(run.optimizer)
-    if saved.optimizer_class not in ("", kind):
-        raise ValueError(
-            f"it was saved from {saved.optimizer_class}, this run has {kind}; use the same optimizer class"
-        )
-    buffers = {name: buffer.shape for name, buffer in run.model.named_buffers()}
-    for name, original in {**buffers, **run.shapes}.items():
-        if name in saved.model and tuple(saved.model[name].shape) != tuple(original):
-            raise ValueError(
-                f"{name!r} was saved with shape {tuple(saved.model[name].shape)}, the model has {tuple(original)}"
-            )
-    if saved.optimizer is not None:
-        by_index(_named(run, saved.optimizer, saved.is_numbered), run.names, run.optimizer)
-
-
-def _named(run: OwnedLoop, optimizer: Mapping[str, Any], is_numbered: bool) -> Mapping[str, Any]:
-    return by_name(optimizer, run.names) if is_numbered else optimizer
-
-
-def _fill(run: OwnedLoop, saved: SavedState) -> None:
-    run.model.load_state_dict({key: _whole(value) for key, value in saved.model.items()})
-    if saved.optimizer is None:
-        return
-    named = _named(run, saved.optimizer, saved.is_numbered)
-    state = {
-        name: {entry: _whole(value) for entry, value in entries.items()} for name, entries in named["state"].items()
-    }
-    run.optimizer.load_state_dict(by_index({**named, "state": state}, run.names, run.optimizer))
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, StoredRows):
-        return read_rows(value, 0, value.shape[0]).clone()
-    return value.clone() if isinstance(value, Tensor) else value  # it may be mapped from the file

@@ -62,9 +62,8 @@ class OwnersLoop:
         self.tables: Mapping[str, RowTable] = {}
         self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
-        self.shapes = {name: parameter.shape for name, parameter in job.model.named_parameters()}
+        self.shapes = {name: tuple(one.shape) for name, one in job.model.named_parameters(remove_duplicate=False)}
         self.first = FirstBatches(transport, False)
-        self.taken = _AsItIs()
         self.begin()
 
     def begin(self) -> None:
@@ -182,10 +181,6 @@ class OwnersLoop:
         self.serve()
         return []
 
-    def losses(self) -> list[StepLosses]:
-        """None is still to come."""
-        return []
-
     def alike(self) -> ReplicatedState:
         """Nothing: between two steps ranks hold what they pulled last, and options of clocks of their own."""
         return ReplicatedState({})
@@ -277,6 +272,15 @@ class OwnersLoop:
         waited = ("pulls that waited", f"{sum(waited for _, waited, _ in everyones):,}", "", "")
         return (Table(("updates staler by", "times", "share", ""), [*rows, waited, *steps], (0, 3)),)
 
+    def as_it_was(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def reloading(self, saved_plan: Mapping[str, Any], name: str) -> Iterator[None]:
+        self.undo(gather=True)
+        yield
+        self.begin()
+
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again, whatever `gather` is."""
         with torch.no_grad(), self.transport.unrecorded():
@@ -351,13 +355,6 @@ class OwnersLoop:
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise ValueError(f"run.{what}: under schedule {self.plan.schedule.name} {remedy}")
-
-
-class _AsItIs:
-    """What reload asks of a run whose model nobody but the run changes."""
-
-    def as_it_was(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def _loss(job: TrainJob, model: nn.Module, batch: Batch) -> Tensor:

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 from armillary.plans.plan import Plan
 from armillary.prefetch.batches import Dealt, Shard
 from armillary.session.compare import kept_report
-from armillary.session.drivers import driver_of
 from armillary.session.ema import Ema, Measure, begin_ema, evaluated
 from armillary.session.health import refuse_apart, unless_it_ends_an_error
 from armillary.session.job import Job
+from armillary.session.load import load
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.save import export, save
 from armillary.stages.train_spec import StepLosses
@@ -233,7 +233,7 @@ class Run:
             RuntimeError: a rank could not read it.
         """
         with self._aside("load") as engine:
-            return driver_of(engine.plan).load(engine, path)
+            return load(engine, path)
 
     def export(self) -> dict[str, Any] | None:
         """Between two steps.

@@ -6,7 +6,7 @@ clip_by). Autocast around `run.step` reaches forward and loss of its micro-batch
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -65,7 +65,7 @@ class OwnedLoop:
         self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
         self.originals = dict(job.model.named_parameters())
-        self.shapes = {name: parameter.shape for name, parameter in self.originals.items()}
+        self.shapes = {name: tuple(one.shape) for name, one in job.model.named_parameters(remove_duplicate=False)}
         self._groups = [dict(group) | {"params": list(group["params"])} for group in job.optimizer.param_groups]
         self._finished: list[StepLosses] = []
         self._taken = 0  # steps here
@@ -291,6 +291,17 @@ class OwnedLoop:
         names = iter(self.names)
         for given, group in zip(self._groups, self.optimizer.param_groups):
             yield from zip(islice(names, len(given["params"])), group["params"], strict=True)
+
+    def as_it_was(self) -> AbstractContextManager[None]:
+        return self.taken.as_it_was()
+
+    @contextmanager
+    def reloading(self, saved_plan: Mapping[str, Any], name: str) -> Iterator[None]:
+        """The engine is built anew, on the same connections."""
+        self.undo(gather=True)
+        self.losses()  # of steps that are behind the training which is loaded now: nobody is told
+        yield
+        self.begin()
 
     def undo(self, gather: bool) -> None:
         """Collective, after `finish`: model and optimizer are plain again, whatever `gather` is."""
