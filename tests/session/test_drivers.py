@@ -1,4 +1,4 @@
-"""A schedule brings the driver that takes its steps: it is found by name, and asked to open a plan."""
+"""A schedule brings the driver that takes its steps: it is found by name, and asked to begin a plan."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,17 +47,17 @@ def made():
 def test_steps_are_taken_by_the_driver_that_the_schedule_names(tmp_path):
     asked, owned = [], DRIVERS["owned_loop"]
 
-    def opened(*given):
-        asked.append("open")
-        return owned.open(*given)
+    def begun(*given):
+        asked.append("begin")
+        return owned.begin(*given)
 
-    with shelf(my_driver=Driver(opened)):
+    with shelf(my_driver=Driver(owned.misfit, begun)):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with armillary.attach(made(), model, optimizer, loss=loss, example=BATCH) as run:
             run.step([BATCH])
             run.load(run.save(tmp_path))
-    assert asked == ["open"]
+    assert asked == ["begin"]
 
 
 def test_a_driver_that_nobody_registered_is_told_of():

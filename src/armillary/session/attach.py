@@ -19,7 +19,7 @@ from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.profiler.probe import Loss
 from armillary.profiler.unfit_model import AT_WORK
-from armillary.session.drivers import driver_of
+from armillary.session.drivers import open_plan
 from armillary.session.job import TrainJob
 from armillary.session.run import Run
 from armillary.session.validation import (
@@ -136,8 +136,7 @@ def _scaled(job: TrainJob) -> str:
 
 
 def _attached(transport: Transport, plan: Plan, job: TrainJob, owns_transport: bool) -> Run:
-    opened = driver_of(plan).open(plan, job, transport)
-    return Run(opened.engine, (_at_work(job.model), *opened.undo), owns_transport)
+    return Run(open_plan(plan, job, transport), (_at_work(job.model),), owns_transport)
 
 
 def _at_work(model: nn.Module) -> Callable[[], None]:

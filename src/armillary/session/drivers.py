@@ -1,18 +1,17 @@
 """Who takes a plan's steps: drivers, by the name that the entry of its schedule gives (`Method.step_mode`).
 
-A driver opens a plan: it makes the engine that a `Run` asks for everything, and refuses on every rank what it cannot
-carry out. A file on a shelf that brings a schedule may bring its driver with it, as it is imported:
+A driver says what speaks against a plan, and makes the engine that a `Run` asks for everything. A file on a shelf that
+brings a schedule may bring its driver with it, as it is imported:
 
-    DRIVERS.register("my_driver", Driver(open=...))
+    DRIVERS.register("my_driver", Driver(misfit=..., begin=...))
     SCHEDULES.register("my_schedule", Method(..., step_mode="my_driver"))
 
 A change to a model and its optimizer that is made whole or not at all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,7 +21,6 @@ from armillary.plans.registry import Registry
 from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP
 from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.session.data_check import FirstBatches
-from armillary.session.health import agree_on_found_inf
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.job import Job, TrainJob
@@ -36,28 +34,21 @@ from armillary.tables.optimizers import members
 from armillary.transport.agreement import begin_alike
 from armillary.transport.transport import Transport
 
-__all__ = ["DRIVERS", "Driver", "Opened", "driver_of", "other_nodes", "rollback_on_error"]
-
-Undo = Callable[[], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Opened:
-    """A plan at work. undo: what must be taken back at its end besides, which asks nobody."""
-
-    engine: Job
-    undo: Sequence[Undo] = ()
+__all__ = ["DRIVERS", "Driver", "driver_of", "open_plan", "rollback_on_error"]
 
 
 @dataclass(frozen=True)
 class Driver:
     """
     Args:
-        open: (plan, job, transport) -> the plan at work. Collective; a ValueError where it does not fit, on every rank,
-            and model and optimizer are as they were.
+        misfit: (plan, job, transport) -> what speaks against the plan on this rank, with its remedy; empty if nothing
+            does. Asks nobody; model and optimizer stay as they were.
+        begin: (plan, job, transport, rows) -> the plan at work, from rank 0's values. rows: this rank's part of each
+            table that is still on the meta device, by name. After an error model and optimizer are made as they were.
     """
 
-    open: Callable[[Plan, TrainJob, Transport], Opened]
+    misfit: Callable[[Plan, TrainJob, Transport], str]
+    begin: Callable[[Plan, TrainJob, Transport, Mapping[str, Tensor]], Job]
 
 
 DRIVERS: Registry[Driver] = Registry("driver", __name__)
@@ -92,35 +83,58 @@ def rollback_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
         raise
 
 
-def _open_user_loop(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
-    model, optimizer = job.model, job.optimizer
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    complaint = other_nodes(plan, transport)
-    if not complaint:
-        for one in members(optimizer):
-            begin_optimizer_state(one)
-        complaint = why_unfit(plan, trainable, optimizer, transport.place.workers) or why_not_apart(plan, job)
+def open_plan(plan: Plan, job: TrainJob, transport: Transport) -> Job:
+    """Collective: the plan at work, by the driver that its schedule names.
+
+    Raises:
+        ValueError: it does not fit, on every rank; model and optimizer are as they were.
+    """
+    driver, model = driver_of(plan), job.model
+    complaint = _other_nodes(plan, transport) or driver.misfit(plan, job, transport)
     refuse_on_every_rank("attach", plan, complaint, transport, job.options)
-    shards = materialise(model, optimizer, plan, transport)
+    rows = materialise(model, job.optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    begin_alike({name: tensor for name, tensor in tensors.items() if name not in shards}, transport)
-    with rollback_on_error(model, optimizer):
-        engine = _user_loop(plan, job, transport, shards)
-    undo: list[Undo] = []
-    if job.scaler is not None:
-        undo.append(agree_on_found_inf(job.scaler, transport, partial(engine.serve, "idle")))
-    return Opened(engine, undo)
+    begin_alike({name: tensor for name, tensor in tensors.items() if name not in rows}, transport)
+    with rollback_on_error(model, job.optimizer):
+        return driver.begin(plan, job, transport, rows)
 
 
-def _open_owned_loop(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
-    complaint = other_nodes(plan, transport) or owned_misfit(plan, job, transport.place.workers)
-    complaint = complaint or _no_road(plan, job.model, transport)
-    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
-    begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
+def _other_nodes(plan: Plan, transport: Transport) -> str:
+    """That those connections are made for other nodes than the plan's, with the remedy; empty if they are not."""
+    wanted, there = plan.workers_per_node, transport.place.workers_per_node
+    if wanted == there:
+        return ""
+    return (
+        f"the transport given has nodes of {there}, the plan wants nodes of {wanted}; make it with "
+        f"Transport(workers_per_node={wanted})"
+    )
+
+
+def _user_misfit(plan: Plan, job: TrainJob, transport: Transport) -> str:
+    trainable = {name: p for name, p in job.model.named_parameters() if p.requires_grad}
+    for one in members(job.optimizer):
+        begin_optimizer_state(one)
+    return why_unfit(plan, trainable, job.optimizer, transport.place.workers) or why_not_apart(plan, job)
+
+
+def _user_loop(plan: Plan, job: TrainJob, transport: Transport, rows: Mapping[str, Tensor]) -> Job:
+    first = FirstBatches(transport, job.check_data)
+    units = units_of(plan, job, transport, first, rows)
+    try:
+        return UserLoop(plan, job, units, first)
+    except BaseException:
+        units.executor.release()
+        raise
+
+
+def _owned_misfit(plan: Plan, job: TrainJob, transport: Transport) -> str:
+    return owned_misfit(plan, job, transport.place.workers) or _no_road(plan, job.model, transport)
+
+
+def _owned_loop(plan: Plan, job: TrainJob, transport: Transport, _: Mapping[str, Tensor]) -> Job:
     if options_of(plan).method.is_cut:
         transport.open_lanes()
-    with rollback_on_error(job.model, job.optimizer):
-        return Opened(OwnedLoop(plan, job, transport))
+    return OwnedLoop(plan, job, transport)
 
 
 def _no_road(plan: Plan, model: nn.Module, transport: Transport) -> str:
@@ -140,36 +154,10 @@ def _no_road(plan: Plan, model: nn.Module, transport: Transport) -> str:
     )
 
 
-def _user_loop(plan: Plan, job: TrainJob, transport: Transport, shards: Mapping[str, Tensor]) -> UserLoop:
-    """shards: this rank's rows of the tables that have no values yet."""
-    first = FirstBatches(transport, job.check_data)
-    units = units_of(plan, job, transport, first, shards)
-    try:
-        return UserLoop(plan, job, units, first)
-    except BaseException:
-        units.executor.release()
-        raise
+def _owners_loop(plan: Plan, job: TrainJob, transport: Transport, _: Mapping[str, Tensor]) -> Job:
+    return OwnersLoop(plan, job, transport)
 
 
-def other_nodes(plan: Plan, transport: Transport) -> str:
-    """That those connections are made for other nodes than the plan's, with the remedy; empty if they are not."""
-    wanted, there = plan.workers_per_node, transport.place.workers_per_node
-    if wanted == there:
-        return ""
-    return (
-        f"the transport given has nodes of {there}, the plan wants nodes of {wanted}; make it with "
-        f"Transport(workers_per_node={wanted})"
-    )
-
-
-def _open_owners(plan: Plan, job: TrainJob, transport: Transport) -> Opened:
-    complaint = other_nodes(plan, transport) or pushed_misfit(plan, job, transport)
-    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
-    begin_alike({**dict(job.model.named_parameters()), **dict(job.model.named_buffers())}, transport)
-    with rollback_on_error(job.model, job.optimizer):
-        return Opened(OwnersLoop(plan, job, transport))
-
-
-DRIVERS.register(USER_LOOP, Driver(_open_user_loop))
-DRIVERS.register(OWNED_LOOP, Driver(_open_owned_loop))
-DRIVERS.register(PARAMETER_SERVER, Driver(_open_owners))
+DRIVERS.register(USER_LOOP, Driver(_user_misfit, _user_loop))
+DRIVERS.register(OWNED_LOOP, Driver(_owned_misfit, _owned_loop))
+DRIVERS.register(PARAMETER_SERVER, Driver(pushed_misfit, _owners_loop))

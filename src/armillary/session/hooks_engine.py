@@ -3,8 +3,9 @@
 Nothing here is needed by a plain loop; what `Run` says of each method holds here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from armillary.runtime.loop_agreement import LATE, LastOptions, options_now
 from armillary.runtime.replica_checks import Buffers, ReplicatedState, alike, refuse_drift
 from armillary.runtime.weight_averaging import differing, mean_optimizer, shown, take_mean
 from armillary.session.data_check import FirstBatches, even_batches
+from armillary.session.health import agree_on_found_inf
 from armillary.session.hooks_state import (
     Units,
     WindowOptions,
@@ -61,6 +63,7 @@ class UserLoop:
         self._is_asking, self._left, self.coded = False, LeftOver(), ()  # for the state, itself; of streams; no edges
         self.averages: dict[str, Average] = {}
         self._undo: list[RemovableHandle] = []
+        self._unscale: list[Callable[[], None]] = []  # puts the scaler's own method back
         for one in members(job.optimizer):
             self._undo += [one.register_step_pre_hook(self._before_step), one.register_step_post_hook(self._after_step)]
         self._heard = [tell_of_zero_grad(one, self._thrown_away) for one in members(job.optimizer)]
@@ -70,6 +73,8 @@ class UserLoop:
             self._unhook()
             raise
         first.look_at(job.model)
+        if job.scaler is not None:
+            self._unscale.append(agree_on_found_inf(job.scaler, self.transport, partial(self.serve, "idle")))
 
     def begin(self, plan: Plan, units: Units) -> None:
         """The plan comes into force, between two steps; one that was in force before has been released."""
@@ -305,6 +310,8 @@ class UserLoop:
         handles: list[RemovableHandle | ZeroGradHook] = [*self._undo, *self._heard]
         for handle in handles:
             handle.remove()
+        for restore in self._unscale:
+            restore()
 
     def _thrown_away(self, optimizer: Optimizer) -> None:
         others = []
