@@ -21,6 +21,7 @@ from armillary.session import truth as schedule_truth
 from armillary.session import verify_schedule
 from armillary.session.attach import attach
 from armillary.session.plan_job import JobRequest
+from armillary.session.report import held_by_group
 from armillary.session.verify import verify_workload
 from owned import started
 from staged_models import same
@@ -219,7 +220,7 @@ def count(rank, world, made):
     run, _ = driven(made)
     trained(run, range(4))
     run._engine.drain()
-    held, waited = sum(run._engine.held_bytes().values()), sum(run._engine.parts.channel.waited.values())
+    held, waited = sum(held_by_group(run._engine).values()), sum(run._engine.parts.channel.waited.values())
     return sum(sent for sent, _ in run._engine.parts.channel.take().values()) / 4, held, waited > 0
 
 

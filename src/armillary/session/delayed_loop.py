@@ -33,7 +33,7 @@ from armillary.models.post_accumulate_hook import after_hooks
 from armillary.runtime.backward_hooks import refuse_step_inside, refuse_taken
 from armillary.runtime.replica_checks import alike
 from armillary.schedules.clipping import Clip, square_of_stage
-from armillary.session.stage_setup import StageSetup, beside_bytes, replicas_of
+from armillary.session.stage_setup import StageSetup, replicas_of
 from armillary.session.workload import Batch
 from armillary.stages.optimizer_step import Options, clipped, options_of, refuse_own_options, step_with
 from armillary.stages.reducer import Means, Reducer
@@ -250,7 +250,7 @@ class OwnLoop:
 
 
 class OwnLoopEngine:
-    teller = None
+    teller, lent_bytes = None, 0.0
 
     def __init__(self, parts: StageSetup, before_step: Callable[[], None], after_step: Callable[[], None]) -> None:
         """before_step, after_step: called when a step of the loop begins, and when it is over."""
@@ -261,10 +261,6 @@ class OwnLoopEngine:
         reducer = replicas.reducer(0, is_late=True)
         self.runtime = OwnLoop(reducer, parts.job.optimizer, change, after_step, within, before_step)
         self.newest, self.detach = self.runtime.newest, self.runtime.detach
-
-    @property
-    def beside_bytes(self) -> float:
-        return beside_bytes(self.units)
 
     def given(self, batches: Sequence[Batch]) -> NoReturn:
         raise ValueError(

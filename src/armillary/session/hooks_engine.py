@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.look_up import State
-from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.units import Table
 from armillary.prefetch.batches import LeftOver
@@ -31,12 +30,12 @@ from armillary.session.hooks_state import (
     Units,
     WindowOptions,
     ZeroGradHook,
-    held_by_group,
     refuse_strangers,
     rest_of,
     tell_of_zero_grad,
+    tensors_of,
 )
-from armillary.session.job import Average, TrainJob
+from armillary.session.job import Average, NamedTensor, TrainJob
 from armillary.session.traffic_meter import MANY_RECORDS, TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch as MicroBatch
@@ -270,13 +269,14 @@ class UserLoop:
                 f"{', '.join(self._spread(optimizer))}, as a run is open; {remedy}"
             )
 
-    def forecasts(self) -> list[tuple[str, str, Forecast]]:
-        """What `report` compares: every group of the plan."""
-        return [(group.name, str(group.exchange), group.forecast) for group in self.plan.groups]
+    def held_tensors(self) -> Iterator[NamedTensor]:
+        for unit in self.units:
+            yield from tensors_of(unit, self.optimizer, self.held)
 
-    def held_bytes(self) -> dict[str, float]:
-        """Bytes of the tensors each group keeps on this rank: weights, gradients, optimizer state."""
-        return held_by_group(self.units, self.optimizer, self.held)
+    def beside_bytes(self) -> Mapping[str, float]:
+        """Where weights are sent, gradients are kept beside what is sent."""
+        meeting = [one for one in self.units if isinstance(one, DenseUnit) and one.exchange.carries == "weights"]
+        return {unit.name: float(sum(one.nbytes for one in unit.parameters)) for unit in meeting}
 
     def count(self) -> None:
         """Brings the tally up to date."""

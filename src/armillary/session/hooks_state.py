@@ -7,7 +7,7 @@ optimizer sees.
 """
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from armillary.runtime.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.executor import Executor, RowUnit
 from armillary.session.data_check import FirstBatches
 from armillary.session.health import FiniteCheck
-from armillary.session.job import TrainJob
+from armillary.session.job import NamedTensor, TrainJob
 from armillary.tables.build import make_table, put_handle
 from armillary.tables.handle import TableHandle
 from armillary.tables.optimizer_state import Held, by_name, plain, table_state
@@ -35,10 +35,10 @@ __all__ = [
     "Units",
     "WindowOptions",
     "ZeroGradHook",
-    "held_by_group",
     "refuse_strangers",
     "rest_of",
     "tell_of_zero_grad",
+    "tensors_of",
     "units_of",
 ]
 
@@ -213,24 +213,14 @@ def rest_of(
     return {"model": whole, "optimizer": rest}
 
 
-def held_by_group(
-    units: Sequence[DenseUnit | RowUnit], optimizer: Optimizer, held: Mapping[str, Held]
-) -> dict[str, float]:
-    """Bytes of the tensors each group keeps on this rank: weights, gradients, optimizer state. Where weights are sent,
-    gradients are kept beside what is sent."""
-    found: dict[str, float] = {}
-    for unit in units:
-        if isinstance(unit, DenseUnit):
-            tensors: list[Any] = [unit.bucket.flat, *unit.bucket.parameters, *unit.state.values()]
-            owners: list[Tensor] = list(unit.bucket.parameters)
-        else:
-            table = unit.table
-            tensors = [table.shard, table.parameter, table.gradient, *held[table.name].values()]
-            owners = [table.parameter]
-        for owner in owners:
-            tensors += optimizer.state.get(owner, {}).values()
-        kept = [one.untyped_storage() for one in tensors if isinstance(one, Tensor)]
-        found[unit.name] = float(sum({one.data_ptr(): one.nbytes() for one in kept}.values()))
-        if isinstance(unit, DenseUnit) and unit.exchange.carries == "weights":
-            found[unit.name] += sum(one.nbytes for one in unit.parameters)
-    return found
+def tensors_of(unit: DenseUnit | RowUnit, optimizer: Optimizer, held: Mapping[str, Held]) -> Iterator[NamedTensor]:
+    """What a group keeps on this rank: weights, gradients, optimizer state, and what its exchange keeps."""
+    tensors: list[Any]
+    if isinstance(unit, DenseUnit):
+        name, tensors = unit.bucket.layout.names[0], [unit.bucket.flat, *unit.state.values()]
+    else:
+        name, table = unit.table.name, unit.table
+        tensors = [table.shard, table.gradient, *held[name].values()]
+    for owner in unit.parameters:
+        tensors += [owner, *optimizer.state.get(owner, {}).values()]
+    yield from (NamedTensor(name, one) for one in tensors)

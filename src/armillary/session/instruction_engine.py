@@ -6,14 +6,12 @@ everywhere, and nobody waits.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from armillary.plans.plan import Plan
 from armillary.plans.requests import Receive, Send
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.schedules.lowering import placed
@@ -22,7 +20,6 @@ from armillary.session.stage_setup import (
     MicroBatch,
     OwnStages,
     StageSetup,
-    beside_bytes,
     ranks_of,
     replicas_of,
     share_first,
@@ -35,7 +32,7 @@ from armillary.stages.train_spec import Seat, StepLosses, side_by_side
 from armillary.transport.scopes import Pending
 from armillary.transport.transport import Transport
 
-__all__ = ["InterpretedEngine", "LossBroadcast", "Named", "held_by_group"]
+__all__ = ["InterpretedEngine", "LossBroadcast"]
 
 LOSSES = "losses of a step"
 
@@ -103,33 +100,6 @@ class LossBroadcast:
         return StepLosses(self._next, tuple(room.unbind()))
 
 
-class Named(NamedTuple):
-    """A tensor that is held for a parameter."""
-
-    parameter: str
-    tensor: Tensor
-
-
-def held_by_group(
-    plan: Plan, tensors: Iterable[Named], units: Sequence[DenseUnit], beside: float
-) -> Mapping[str, float]:
-    """Bytes; a storage that several share counts once. What is of no group of the plan is with its first.
-
-    Args:
-        units: groups that cross by exchanges. beside: what is held besides the tensors, of the units among it.
-    """
-    group_of = {name: group.name for group in plan.groups for name in group.parameters}
-    first = plan.groups[0].name
-    found = {group.name: 0.0 for group in plan.groups}
-    storages = {one.tensor.untyped_storage().data_ptr(): one for one in tensors}
-    for name, tensor in storages.values():
-        found[group_of.get(name, first)] += tensor.untyped_storage().nbytes()
-    for unit in units:
-        found[unit.name] += beside_bytes([unit])
-    found[first] += beside - beside_bytes(units)
-    return found
-
-
 class InterpretedEngine:
     """Losses are known on the process of the last stage; where each runs all stages, on each those of its own data."""
 
@@ -165,8 +135,8 @@ class InterpretedEngine:
             self._lent = LentStages(parts.job.model, parts.stages, self.runtime.borrowed, parts.transport.spread)
 
     @property
-    def beside_bytes(self) -> float:
-        return beside_bytes(self.units) + self.runtime.lent_bytes.mean
+    def lent_bytes(self) -> float:
+        return self.runtime.lent_bytes.mean
 
     def given(self, batches: Sequence[Batch]) -> Sequence[MicroBatch]:
         refuse_gradients(self.parts.job.optimizer)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.look_up import State
-from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
@@ -29,7 +28,7 @@ from armillary.tables.optimizer_state import Held
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
 
-__all__ = ["Average", "Job", "Pair", "TrainJob", "Watcher"]
+__all__ = ["Average", "Job", "NamedTensor", "Pair", "TrainJob", "Watcher"]
 
 
 class Watcher(Protocol):
@@ -165,6 +164,13 @@ class Average:
         self.is_shown = not self.is_shown
 
 
+class NamedTensor(NamedTuple):
+    """Held for a parameter."""
+
+    parameter: str
+    tensor: Any
+
+
 Item = TypeVar("Item")
 
 
@@ -274,8 +280,9 @@ class Job(Protocol):
     def count(self) -> None:
         """Brings the tally up to date."""
 
-    def forecasts(self) -> list[tuple[str, str, Forecast]]:
-        """What can be compared with what was measured: a name, its way, the forecast."""
+    def held_tensors(self) -> Iterator[NamedTensor]:
+        """What is held between two steps on this rank: weights, optimizer state, gradients that cross. What is no
+        tensor is left out."""
 
-    def held_bytes(self) -> dict[str, float]:
-        """By the same names: what is held between two steps on this rank."""
+    def beside_bytes(self) -> Mapping[str, float]:
+        """By group: what is held beside those, as far as it is not of one tensor."""

@@ -20,7 +20,6 @@ from armillary.owners.bodies import BodyForm
 from armillary.owners.owner import Owner
 from armillary.owners.shares import OwnedPart, joined_rows, options_of, owned_by_bytes
 from armillary.owners.worker import NotPulled, PulledTable, Worker
-from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.units import Table
 from armillary.plans.update_log import Event, Kind, UpdateLog, staleness
@@ -28,8 +27,8 @@ from armillary.runtime.replica_checks import ReplicatedState
 from armillary.schedules.random_streams import seeded
 from armillary.schedules.registry import options_of as schedule_of
 from armillary.session.data_check import FirstBatches
-from armillary.session.job import Average, TrainJob
-from armillary.session.traffic_meter import TrafficMeter, way_of
+from armillary.session.job import Average, NamedTensor, TrainJob
+from armillary.session.traffic_meter import TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch, device_of
 from armillary.stages.train_spec import StepLosses
@@ -330,17 +329,14 @@ class OwnersLoop:
             self.traffic_meter.put(group.name, now - self._counted.get(group.name, 0.0), 0.0)
             self._counted[group.name] = now
 
-    def forecasts(self) -> list[tuple[str, str, Forecast]]:
-        return [(group.name, way_of(self.plan, group), group.forecast) for group in self.plan.groups]
-
-    def held_bytes(self) -> dict[str, float]:
+    def held_tensors(self) -> Iterator[NamedTensor]:
         """What is owned here, with the optimizer's state, and this rank's copy of what is read whole."""
-        found = {}
-        for group in self.plan.groups:
-            tensors = [one for name in group.parameters for one in self.part.tensors(name)]
-            tensors += [self.worker.dense[name] for name in group.parameters if name in self.worker.dense]
-            found[group.name] = float(sum(one.nbytes for one in tensors))
-        return found
+        for name in self.forms:
+            yield from (NamedTensor(name, one) for one in self.part.tensors(name))
+        yield from (NamedTensor(name, one) for name, one in self.worker.dense.items())
+
+    def beside_bytes(self) -> Mapping[str, float]:
+        return {}
 
     def no_sync(self) -> AbstractContextManager[None]:
         self._refuse("no_sync", "every batch is an update of its own, so nothing accumulates")

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from armillary.planning.pricing import Case, assumptions_behind
 from armillary.plans.group import Forecast
 from armillary.plans.plan_text import UNKNOWN
@@ -11,10 +13,19 @@ from armillary.plans.units import Table
 from armillary.session.health import Health, health_of, health_table
 from armillary.session.job import Job
 from armillary.session.measured import MeasuredEdge, MeasuredSeconds, Quartiles, RunForecast, measured_in, run_forecast
-from armillary.session.traffic_meter import OTHER, EdgeLabels, TrafficMeter, everyones_trace
+from armillary.session.traffic_meter import OTHER, EdgeLabels, TrafficMeter, everyones_trace, way_of
 from armillary.transport.agreement import by_rank_zero
 
-__all__ = ["Comparison", "EdgeLine", "Report", "compare", "comparison_table", "last_steps", "report_of"]
+__all__ = [
+    "Comparison",
+    "EdgeLine",
+    "Report",
+    "compare",
+    "comparison_table",
+    "held_by_group",
+    "last_steps",
+    "report_of",
+]
 
 LEGEND = """sent, memory: per worker and step, the mean over workers in all steps of this plan; time: of a group in
 flight, since the last rank had asked, the median of the last steps; the plan's own is of the group alone"""
@@ -183,15 +194,28 @@ def _cells(line: Comparison) -> tuple[str, ...]:
     return tuple(cell for forecast, measured in pairs for cell in (forecast if is_foreseen else "-", measured))
 
 
+def held_by_group(run: Job) -> dict[str, float]:
+    """Bytes that this rank holds between two steps; a storage that several tensors share counts once. What is of no
+    group of the plan is with its first."""
+    group_of = {name: group.name for group in run.plan.groups for name in group.parameters}
+    found = {group.name: 0.0 for group in run.plan.groups}
+    kept = [one for one in run.held_tensors() if isinstance(one.tensor, Tensor)]
+    for name, tensor in {one.tensor.untyped_storage().data_ptr(): one for one in kept}.values():
+        found[group_of.get(name, run.plan.groups[0].name)] += tensor.untyped_storage().nbytes()
+    for group, beside in run.beside_bytes().items():
+        found[group] += beside
+    return found
+
+
 def _counted(run: Job, traffic_meter: TrafficMeter) -> tuple[Comparison, ...]:
     """Collective: the plan's forecasts beside means over workers."""
-    held, spent = run.held_bytes(), traffic_meter.per_step()
+    held, spent = held_by_group(run), traffic_meter.per_step()
     mine = {name: (*spent.get(name, (0.0, 0.0)), held.get(name, 0.0)) for name in {**held, **spent}}
     everyones = run.transport.share(mine)
     lines = []
-    for group, way, forecast in run.forecasts():
-        measured = _mean([theirs.get(group, (0.0, 0.0, 0.0)) for theirs in everyones])
-        lines.append(Comparison(group, way, forecast, measured))
+    for group in run.plan.groups:
+        measured = _mean([theirs.get(group.name, (0.0, 0.0, 0.0)) for theirs in everyones])
+        lines.append(Comparison(group.name, way_of(run.plan, group), group.forecast, measured))
     if any(OTHER in theirs for theirs in everyones):
         measured = _mean([theirs.get(OTHER, (0.0, 0.0, 0.0)) for theirs in everyones])
         lines.append(Comparison(OTHER, "", Forecast(), measured))

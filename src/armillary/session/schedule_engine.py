@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.look_up import State
-from armillary.plans.group import Forecast
 from armillary.plans.mesh import DATA
 from armillary.plans.plan import Plan
 from armillary.plans.units import Table
@@ -28,10 +27,10 @@ from armillary.schedules.registry import options_of
 from armillary.session.attached_state import AttachedState, attached_state, refuse_other_batches
 from armillary.session.data_check import FirstBatches
 from armillary.session.delayed_loop import OwnLoopEngine
-from armillary.session.instruction_engine import InterpretedEngine, LossBroadcast, Named, held_by_group
-from armillary.session.job import Average, TrainJob
+from armillary.session.instruction_engine import InterpretedEngine, LossBroadcast
+from armillary.session.job import Average, NamedTensor, TrainJob
 from armillary.session.stage_setup import Engine, set_up_stages
-from armillary.session.traffic_meter import MANY_RECORDS, EdgeLabels, TrafficMeter, way_of
+from armillary.session.traffic_meter import MANY_RECORDS, EdgeLabels, TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch
 from armillary.stages.train_spec import StepLosses
@@ -343,17 +342,18 @@ class OwnedLoop:
             self.traffic_meter.put(edges.group_of(label), sent, waited)
         self.traffic_meter.keep(self.transport.take_records())
 
-    def forecasts(self) -> list[tuple[str, str, Forecast]]:
-        """What `report` compares."""
-        return [(group.name, way_of(self.plan, group), group.forecast) for group in self.plan.groups]
-
-    def held_bytes(self) -> dict[str, float]:
-        """Weights and optimizer state between two steps on this process, with what the engine holds beside them."""
-        tensors = [Named(name, weight) for name, weight in self.model.named_parameters()]
+    def held_tensors(self) -> Iterator[NamedTensor]:
+        """Gradients as they cross are held, too, and what their exchanges keep."""
+        yield from (NamedTensor(name, weight) for name, weight in self.model.named_parameters())
         for name, master in self._masters():
-            entries = self.optimizer.state.get(master, {})
-            tensors += [Named(name, one) for one in (master, *entries.values()) if isinstance(one, Tensor)]
-        return dict(held_by_group(self.plan, tensors, self.units, self.engine.beside_bytes))
+            for one in (master, *self.optimizer.state.get(master, {}).values()):
+                yield NamedTensor(name, one)
+        for unit in self.units:
+            buckets = [bucket.flat for bucket in (unit.bucket, unit.spare) if bucket is not None]
+            yield from (NamedTensor(unit.bucket.layout.names[0], one) for one in (*buckets, *unit.state.values()))
+
+    def beside_bytes(self) -> Mapping[str, float]:
+        return {self.plan.groups[0].name: self.engine.lent_bytes}
 
     def no_sync(self) -> NoReturn:
         if self.job.loss is None:

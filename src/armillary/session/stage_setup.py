@@ -45,7 +45,6 @@ __all__ = [
     "MicroBatch",
     "OwnStages",
     "StageSetup",
-    "beside_bytes",
     "cut_model",
     "ranks_of",
     "replicas_of",
@@ -118,8 +117,8 @@ class Engine(Protocol):
         """Groups that cross by exchanges, which may keep something for each rank."""
 
     @property
-    def beside_bytes(self) -> float:
-        """What it holds between steps besides weights and optimizer state."""
+    def lent_bytes(self) -> float:
+        """Weights of others that it holds for a moment, in the mean."""
 
 
 def set_up_stages(plan: Plan, job: TrainJob, transport: Transport, first_step: int) -> StageSetup:
@@ -178,13 +177,6 @@ def replicas_of(parts: StageSetup) -> StageReplicas:
     if not is_everybody and replicas > 1:
         parts.transport.open_axis(DATA, mesh.members(DATA))
     return StageReplicas(place, parts.channel, "world" if is_everybody else DATA, _groups(parts, place))
-
-
-def beside_bytes(units: Sequence[DenseUnit]) -> float:
-    """Gradients as they cross, and what their exchanges keep."""
-    buckets = [bucket.flat for unit in units for bucket in (unit.bucket, unit.spare) if bucket is not None]
-    kept = [*buckets, *(one for unit in units for one in unit.state.values())]
-    return float(sum(one.nbytes for one in kept))
 
 
 def _groups(parts: StageSetup, place: RankInfo) -> dict[int, list[DenseUnit]]:

@@ -37,7 +37,7 @@ from armillary.session.events import (
 from armillary.session.health import health_of
 from armillary.session.plan_cache import cache_key, hosts_of, write_cache_key
 from armillary.session.plan_job import model_to_plan, plan_job
-from armillary.session.report import compare
+from armillary.session.report import compare, held_by_group
 from armillary.session.run import Run
 from armillary.session.run_folder import forget_after, keep_decision, keep_end, keep_others_out, note, open_folder
 from armillary.session.save import CheckpointEvery
@@ -196,7 +196,7 @@ class Training:
             ranks = ", ".join(map(str, same))
             yield Warned(f"ranks {ranks} draw the same training data; batches() must give each worker its own share")
         reset_peak_memory()
-        self.resident_bytes = resident_bytes()[0] - sum(self.job.held_bytes().values())
+        self.resident_bytes = resident_bytes()[0] - sum(held_by_group(self.job).values())
         self.job.transport.take_records()  # of before the first step
         self.since = time.perf_counter()
 
@@ -317,7 +317,7 @@ class Training:
         comparison, health = compare(self.job, self.traffic_meter, trace), health_of(self.job)
         yield self._save()
         metrics = self._evaluate(is_whole=True)
-        held = sum(self.job.held_bytes().values())
+        held = sum(held_by_group(self.job).values())
         mine = [held + self.live.added_bytes, max(held, self.peak_bytes - self.resident_bytes)]
         peak, resident = self.job.transport.agree_largest(mine)
         yield self._told(Evaluated(self.step, metrics, is_whole=True))
