@@ -51,7 +51,7 @@ def test_steps_are_taken_by_the_driver_that_the_schedule_names(tmp_path):
         asked.append("begin")
         return owned.begin(*given)
 
-    with shelf(my_driver=Driver(owned.misfit, begun)):
+    with shelf(my_driver=Driver(owned.checks, begun)):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with armillary.attach(made(), model, optimizer, loss=loss, example=BATCH) as run:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from armillary.prefetch.batches import leaves
 from armillary.runtime.bucket import other_form
-from armillary.session.schedule_validation import gradient_hooks, step_hooks
+from armillary.session.plan_validation import gradient_hooks, step_hooks
 from armillary.session.stage_setup import StageSetup
 from armillary.session.workload import Batch
 from armillary.tables.optimizers import kind_of

@@ -39,7 +39,7 @@ from armillary.session.asked_methods import remedies
 from armillary.session.autotune import fastest
 from armillary.session.events import PlannedJob
 from armillary.session.model_to_plan import ModelToPlan, assumptions_of
-from armillary.session.schedule_validation import joins_parameters, unserved
+from armillary.session.plan_validation import joins_parameters, unserved
 from armillary.session.situation import situation_of
 from armillary.session.validation import handed_in, refuse_other_models, refuse_unfit
 from armillary.session.workload import Batch, Workload

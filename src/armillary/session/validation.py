@@ -1,4 +1,4 @@
-"""What speaks against carrying out a plan on this model with this optimizer: found before anything is changed.
+"""What speaks against a model and an optimizer, whatever the plan, and how all ranks hear what one complains of.
 
 An open run's optimizer that has a part of its state only is refused where somebody asks for it (`refuse_state`). torch
 would write that part without a word, and only a later job would find out.
@@ -12,24 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from armillary.exchanges.all_reduce import all_reduce
-from armillary.exchanges.averaged_gradients import why_not_beside
-from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.planning.grouping import consensus_of
-from armillary.plans.group import Group
 from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.plan_text import number_of
 from armillary.profiler.unfit_model import unfit_model
-from armillary.runtime.bucket import layout_beside
-from armillary.schedules.registry import why_not_carried
-from armillary.session.job import TrainJob
-from armillary.tables.handle import why_fixed
-from armillary.tables.optimizer_trial import leaves_untouched_rows, wants_listed_rows, why_not_by_row, why_whole
-from armillary.tables.optimizers import holder, kind_of, members, options_of
+from armillary.tables.optimizer_trial import wants_listed_rows
+from armillary.tables.optimizers import kind_of, members
 from armillary.transport.transport import Transport
 
 __all__ = [
     "NOT_HELD",
+    "dtype_of",
     "handed_in",
     "other_job",
     "other_workers",
@@ -38,8 +30,6 @@ __all__ = [
     "refuse_state",
     "refuse_unfit",
     "unheld",
-    "why_not_apart",
-    "why_unfit",
 ]
 
 TO_SAVE = "run.export() gives the whole, run.save(folder) writes it (every rank calls them)"
@@ -62,30 +52,6 @@ def refuse_state(optimizer: Optimizer, refuse: Callable[[Optimizer, str, str], N
 NOT_HELD = "the optimizer does not hold it; freeze it, or add it"
 SPREAD_BY_ITSELF = ("ZeroRedundancyOptimizer",)  # known by name, so that nothing is imported
 NO_OPTIONS: Mapping[str, Any] = {}
-
-
-def why_unfit(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> str:
-    """The first thing that speaks against it, with its remedy; empty if there is none."""
-    return next(filter(None, _complaints(plan, trainable, optimizer, workers)), "")
-
-
-def why_not_apart(plan: Plan, job: TrainJob) -> str:
-    """What asks all ranks in every step, where weights meet and ranks train apart in between; empty if nothing does."""
-    choices = [group.own_exchange for group in plan.groups if group.own_exchange.name in dense_exchanges()]
-    meeting = [one for one in choices if build_dense(one.name, **one.options).carries == "weights"]
-    if not meeting:
-        return ""
-    if job.scaler is not None and job.scaler.is_enabled():
-        return (
-            f"a GradScaler asks all ranks in every step whether to skip it, and under {meeting[0]} each trains alone; "
-            "use bfloat16, which needs no scaling"
-        )
-    if job.check_finite:
-        return (
-            f"check_finite=True asks all ranks in every step, and under {meeting[0]} each trains alone; drop it: a "
-            "rank whose weights are not finite raises at its next meeting"
-        )
-    return ""
 
 
 def handed_in(model: nn.Module, optimizer: Optimizer) -> str:
@@ -149,7 +115,7 @@ def refuse_other_models(who: str, model: nn.Module, transport: Transport) -> Non
 
 
 def _form(parameter: Tensor) -> str:
-    return f"{tuple(parameter.shape)} {_dtype(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+    return f"{tuple(parameter.shape)} {dtype_of(parameter)}{'' if parameter.requires_grad else ', frozen'}"
 
 
 def _said(held: _Built | None) -> str:
@@ -214,7 +180,7 @@ def other_job(plan: Plan, trainable: Mapping[str, nn.Parameter], workers: int) -
             f"misses {extra or 'nothing'}; plan again for this model"
         )
         return
-    mine = model_fingerprint(Trainable(name, tuple(p.shape), _dtype(p)) for name, p in trainable.items())
+    mine = model_fingerprint(Trainable(name, tuple(p.shape), dtype_of(p)) for name, p in trainable.items())
     if mine != plan.model_fingerprint:
         yield (
             f"the plan was made for model {plan.model_fingerprint}, this is {mine}: the same names with other shapes "
@@ -245,94 +211,5 @@ def refuse_on_every_rank(
         raise ValueError(f"{who}: ranks give different options ({listing}); give every rank the same")
 
 
-def _complaints(plan: Plan, trainable: Mapping[str, nn.Parameter], optimizer: Optimizer, workers: int) -> Iterator[str]:
-    yield from other_job(plan, trainable, workers)
-    if set(plan.parameters) != set(trainable):
-        return
-    if why := why_not_carried(plan.schedule):
-        yield why
-    for group in plan.groups:
-        if group.own_exchange.name in row_exchanges():
-            yield from _row_complaints(group, trainable[group.parameters[0]], optimizer)
-        else:
-            yield from _dense_complaints(group, trainable)
-            choice = group.own_exchange
-            yield why_not_beside(choice, build_dense(choice.name, **choice.options), plan.mean, plan.workers_per_node)
-    if plan.consensus != (consensus := consensus_of(plan.groups)):
-        yield f"the plan's consensus is {plan.consensus!r}; under its exchanges it is {consensus!r}: edit the plan"
-
-
-def _dense_complaints(group: Group, trainable: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    choice = group.own_exchange
-    exchange = build_dense(choice.name, **choice.options)  # refuses a name that there is not
-    said, told = (group.departures, group.cadence), (dense_exchanges()[choice.name].departs, exchange.cadence)
-    if said != told:
-        yield (
-            f"group {group.name!r} by {choice} says departures {said[0]} and cadence {said[1]!r}, the exchange says "
-            f"{told[0]} and {told[1]!r}; edit the plan, or plan with a constraint"
-        )
-    kinds = sorted({f"{_dtype(trainable[name])} on {trainable[name].device}" for name in group.parameters})
-    if len(kinds) > 1:
-        yield f"group {group.name!r} holds {' and '.join(kinds)}, which do not fit in one bucket; split the group"
-    layout = layout_beside([trainable[name] for name in group.parameters], group.parameters, exchange.align)
-    if reason := exchange.refuses(layout):
-        yield f"group {group.name!r} cannot go by {choice}: {reason}; edit the plan, or plan again"
-
-
-def _row_complaints(group: Group, parameter: nn.Parameter, optimizer: Optimizer) -> Iterator[str]:
-    """What speaks against exchanging a parameter by row as a group says."""
-    optimizer = holder(optimizer, parameter)
-    name, kind = group.parameters[0], type(optimizer).__name__
-    exchange: RowExchange = build_row(group.own_exchange.name, **group.own_exchange.options)
-    if group.layout != exchange.placement:
-        yield (
-            f"group {group.name!r} is {group.layout}, but {group.exchange} is for {exchange.placement} tables; edit "
-            "the plan"
-        )
-    if ("lossy" in group.departures) != ("lossy" in exchange.codes.departs):
-        yield (
-            f"group {group.name!r} by {group.exchange} says departures {group.departures}, the exchange says "
-            f"{exchange.codes.departs}; edit the plan, or plan with a constraint"
-        )
-    item_bytes = parameter.element_size()
-    if reason := exchange.codes.refuses(parameter.shape[1:].numel() * item_bytes, item_bytes):
-        yield f"group {group.name!r} cannot go by {group.exchange}: {reason}; edit the plan"
-    if len(group.parameters) > 1:
-        yield f"group {group.name!r}: {group.exchange} takes one table, got {group.parameters}; make a group of each"
-    options = options_of(optimizer, parameter)
-    if options is None:
-        yield f"{name!r} is exchanged by row but {NOT_HELD}"
-        return
-    if fixed := why_fixed(parameter):
-        yield (
-            f"{name!r} is to be read by row, so the parameter object must become the table's handle, but {fixed}, or "
-            f"plan with {{{name!r}: {all_reduce.__name__!r}}}"
-        )
-    why_not = why_not_by_row if exchange.placement == "row_sharded" or group.is_lazy else why_whole
-    if reason := why_not(optimizer, options, parameter):
-        yield (
-            f"{name!r} is updated by row but {kind} {reason}; use an element-wise optimizer, or plan with "
-            f"{{{name!r}: {('replicated' if why_not is why_not_by_row else all_reduce.__name__)!r}}}"
-        )
-    elif complaint := _early_complaint(group, exchange, optimizer, options):
-        yield complaint
-
-
-def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, options: Mapping[str, Any]) -> str:
-    """Rows may go before a step, and gradients after it, only if the optimizer leaves alone rows without a gradient."""
-    if group.prefetch not in ("rows", "gradients"):
-        return ""
-    if exchange.pull_early is None:
-        return f"group {group.name!r}: {group.own_exchange} cannot send rows before the step; set prefetch='ids'"
-    if group.prefetch == "gradients" and exchange.part is None:
-        return f"group {group.name!r}: {group.own_exchange} cannot send gradients in two parts; set prefetch='rows'"
-    if group.is_lazy or leaves_untouched_rows(optimizer, dict(options)):
-        return ""
-    return (
-        f"group {group.name!r}: {type(optimizer).__name__} with these options moves rows that get no gradient, so none "
-        "can be sent before the step; set prefetch='ids'"
-    )
-
-
-def _dtype(tensor: Tensor) -> str:
+def dtype_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")

@@ -41,7 +41,8 @@ from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
 from armillary.session.plan_job import assumptions_of
-from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld, why_not_apart, why_unfit
+from armillary.session.plan_validation import OF_HOOKS, Question, why_unfit
+from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable
 from armillary.transport.agreement import by_rank_zero
@@ -271,8 +272,7 @@ def _permitted(constraint: Constraint | None) -> Collection[str]:
 
 
 def _why_unfit(plan: Plan, loop: UserLoop) -> str:
-    trainable = {name: p for name, p in loop.model.named_parameters() if p.requires_grad}
-    return why_unfit(plan, trainable, loop.optimizer, loop.workers) or why_not_apart(plan, loop.job)
+    return why_unfit(OF_HOOKS, Question(plan, loop.job, loop.transport))
 
 
 def _move(loop: UserLoop, plan: Plan) -> None:
