@@ -190,19 +190,19 @@ def test_another_rule_is_not_called_equal(crew, processes, wish):
 
 def verify_against_one_bit(rank, world):
     """The last bit of one weight of the truth is turned."""
-    real = cyclic_verify._truths
+    real = cyclic_verify._truth
 
     def turned(case, is_whole):
-        truths = real(case, is_whole)
-        weight = next(iter(truths.states[0].values()))
+        truth = real(case, is_whole)
+        weight = next(iter(truth.values[0].values()))
         weight.flatten()[0] = torch.nextafter(weight.flatten()[0], torch.tensor(torch.inf, dtype=weight.dtype))
-        return truths
+        return truth
 
-    cyclic_verify._truths = turned
+    cyclic_verify._truth = turned
     try:
         return verify_job(rank, world, [(VIT, ONE)])[0]
     finally:
-        cyclic_verify._truths = real
+        cyclic_verify._truth = real
 
 
 @pytest.mark.bits

@@ -133,17 +133,17 @@ def test_four_workers_are_equal_to_rounding_and_what_only_rounding_moves_is_not_
 
 def verify_against_another_rule(rank, world, rule):
     """The reference is told another rule than the run."""
-    kept = verify_schedule._truths, schedule_truth.WorkersReference
+    kept = verify_schedule._truth, schedule_truth.WorkersReference
     if rule == "fresh":
         schedule_truth.WorkersReference = FreshReference
     else:
-        verify_schedule._truths = lambda case, is_whole: kept[0](
-            case._replace(plan=dataclasses.replace(case.plan, schedule=LATE)), is_whole
+        verify_schedule._truth = lambda case, is_whole: kept[0](
+            dataclasses.replace(case, plan=dataclasses.replace(case.plan, schedule=LATE)), is_whole
         )
     try:
         return verify_job(rank, world, [(*VIT, CLIPPED)])[0]
     finally:
-        verify_schedule._truths, schedule_truth.WorkersReference = kept
+        verify_schedule._truth, schedule_truth.WorkersReference = kept
 
 
 class FreshReference(WorkersReference):

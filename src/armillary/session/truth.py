@@ -42,7 +42,9 @@ __all__ = [
     "departing",
     "departs",
     "is_whole",
+    "note_norms",
     "one_process",
+    "quiet_of",
     "replicas",
     "seeded_loss",
 ]
@@ -91,8 +93,8 @@ def one_process(workload: Workload, workers: int, steps: int, seed: int) -> Trut
     optimizer, norms = workload.optimizer(model.parameters()), dict[str, float]()
     for batches in _batches(workload, workers, steps, seed):
         train_step(model, optimizer, batches, lambda net, seeded: seeded_loss(workload, net, seeded))
-        _note_norms(model, norms)
-    return Truth((_values(model),), _quiet(norms, model))
+        note_norms(model, norms)
+    return Truth((_values(model),), quiet_of(norms, model))
 
 
 def replicas(workload: Workload, plan: Plan, steps: int, seed: int) -> Truth:
@@ -111,8 +113,8 @@ def replicas(workload: Workload, plan: Plan, steps: int, seed: int) -> Truth:
     for batches in _batches(workload, plan.workers, steps, seed):
         found.step(batches, lambda net, seeded: seeded_loss(workload, net, seeded))
         for model in found.models:
-            _note_norms(model, norms)
-    return Truth(tuple(map(_values, found.models)), _quiet(norms, found.models[0]))
+            note_norms(model, norms)
+    return Truth(tuple(map(_values, found.models)), quiet_of(norms, found.models[0]))
 
 
 class SeededBatch(NamedTuple):
@@ -136,13 +138,13 @@ def _batches(workload: Workload, workers: int, steps: int, seed: int) -> Sequenc
     ]
 
 
-def _note_norms(model: nn.Module, norms: dict[str, float]) -> None:
+def note_norms(model: nn.Module, norms: dict[str, float]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             norms[name] = max(norms.get(name, 0.0), float(parameter.grad.norm()))
 
 
-def _quiet(norms: dict[str, float], model: nn.Module) -> frozenset[str]:
+def quiet_of(norms: dict[str, float], model: nn.Module) -> frozenset[str]:
     limit = ROUNDING * max(norms.values(), default=0.0)
     return frozenset(name for name, _ in model.named_parameters() if norms.get(name, 0.0) <= limit)
 

@@ -1,21 +1,16 @@
 """Trains a workload twice, in one process and on all workers under a plan, and compares every tensor.
 
-The one process is plain PyTorch over the same per-worker batches (`reference/serial.py`), which knows no exchange and
-no runtime. In float64 the two must agree to rounding. Every exchange is forced in turn, not only the one that a plan
-chooses. What departs from exact is compared with its own oracle (`session/truth.py`).
-
-What an exchange puts off (a warm start, a lifespan) is lowered. A plan is trained until all that its exchanges do was
-done twice, or for `LONGER` times the steps. `verify` does it for a script's own model.
+In float64 the two must agree to rounding. Every exchange is forced in turn, not only the one that a plan chooses. What
+departs from exact is compared with its own oracle (`session/truth.py`). What an exchange puts off (a warm start, a
+lifespan) is lowered. `verify` does it for a script's own model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import dense_exchanges, row_exchanges
@@ -25,39 +20,21 @@ from armillary.planning.stage_costs import EdgeRequest
 from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.registry import Registry
-from armillary.plans.requests import summed
 from armillary.prefetch.batches import leaves
 from armillary.profiler.probe import Loss
-from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER
-from armillary.schedules.registry import SCHEDULES, owns_loop
-from armillary.session.attach import attach
+from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP
+from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.session.data_check import alike_ranks
 from armillary.session.double_precision import InDouble, uniform_plan
+from armillary.session.judged import Case, Judged
 from armillary.session.plan_job import JobRequest, model_to_plan, open_transport, plan_job
-from armillary.session.run import Run
-from armillary.session.truth import SeededBatch, Truth, coded_rows, departs, one_process, replicas, seeded_loss
-from armillary.session.verification import (
-    TOLERANCE,
-    Acted,
-    Acts,
-    Difference,
-    Verdict,
-    Verification,
-    acts_of,
-    lowered,
-    shortened,
-    watched,
-)
+from armillary.session.verification import Verification, lowered, shortened
+from armillary.session.verify_hooks import verify_hooks
 from armillary.session.verify_replay import verify_replay
 from armillary.session.verify_schedule import verify_schedule
-from armillary.session.workload import Script, TrainBatches, Workload, stream_seed
-from armillary.tables.handle import TableHandle
-from armillary.transport.agreement import by_rank_zero
+from armillary.session.workload import Script, Workload
 
 __all__ = ["verify", "verify_workload"]
-
-TWICE = 2
-LONGER = 4
 
 
 def verify_workload(
@@ -87,42 +64,42 @@ def verify_workload(
     """
     double = InDouble(workload)
     decided = plan_job(model_to_plan(double, seed), request or JobRequest())
-    if owns_loop(decided.plan.schedule):
-        if global_batch is not None:
-            raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
-        plan = shortened(decided.plan)
-        held = VERIFIERS[SCHEDULES[plan.schedule.name].step_mode]
-        found = held(double, plan, steps, seed, every_bit)
-        return replace(found, lowered=lowered(decided.plan, plan))
-    plans = {"planned": shortened(decided.plan)}
-    exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
-    names = exact if exchanges == "every" else exchanges
-    plans |= {name: uniform_plan(decided.profile, Choice(name), decided.plan.workers_per_node) for name in names}
-    plans = _distinct(plans)
-    one, places = (double, decided.plan.workers) if global_batch is None else (InDouble(global_batch), 1)
-    serial: dict[int, Truth] = {}  # by steps
-    differences, acted, longest = list[Difference](), list[Acted](), steps
-    for name, plan in plans.items():
-        trained = _train(double, plan, steps, seed)
-        transport, taken = trained.run._transport, trained.steps
-        if departs(plan):
-            truth = by_rank_zero(transport, partial(replicas, double, plan, taken, seed))
-        else:
-            if taken not in serial:
-                serial[taken] = by_rank_zero(transport, partial(one_process, one, places, taken, seed))
-            truth = serial[taken]
-        differences += _compare(trained.run, name, truth)
-        acted += [Acted(name, *key, times) for key, times in trained.acts.items()]
-        longest = max(longest, taken)
-    said = lowered(decided.plan, plans["planned"])
-    nodes = decided.plan.workers // decided.plan.workers_per_node
+    plan = shortened(decided.plan)
+    plans = {_said(plan): plan}
+    if plan.schedule == SIMULTANEOUS:
+        exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
+        names = exact if exchanges == "every" else exchanges
+        plans |= {name: uniform_plan(decided.profile, Choice(name), plan.workers_per_node) for name in names}
+    elif global_batch is not None:
+        raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
+    held = VERIFIERS[SCHEDULES[plan.schedule.name].step_mode]
+    case = Case(double, plan, steps, seed, "", every_bit, None if global_batch is None else InDouble(global_batch))
+    found = [held(replace(case, plan=one, label=name)) for name, one in _distinct(plans).items()]
+    first, workers, per_node = found[0], plan.workers, plan.workers_per_node
+    admitted = [one for one in plan.notes if one.startswith("NOT exact: ")] if plan.schedule != SIMULTANEOUS else []
     return Verification(
-        workload.name, decided.plan.workers, longest, TOLERANCE, tuple(differences), "", tuple(acted), said, nodes=nodes
-    )
+        workload.name, workers, max(one.steps for one in found), first.tolerance,
+        tuple(row for one in found for row in one.differences), first.note,
+        tuple(act for one in found for act in one.acted), lowered(decided.plan, plan), tuple(admitted),
+        workers // per_node,
+    )  # fmt: skip
 
 
-Verify = Callable[[Workload, Plan, int, int, bool | None], Verification]
-VERIFIERS: Registry[Verify] = Registry("verification of a driver", __name__)
+def _said(plan: Plan) -> str:
+    """The plan that was made, beside others that are forced."""
+    options = options_of(plan)
+    if plan.schedule == SIMULTANEOUS:
+        return "planned"
+    if options.method.deals_rows:
+        return f"{plan.schedule}, replayed"
+    said = f"{options.name}, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
+    said += f", {' and '.join(options.corrections)}" if options.corrections else ""
+    said += ", coded edges" if options.edges else ""
+    return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
+
+
+VERIFIERS: Registry[Callable[[Case], Judged]] = Registry("verification of a driver", __name__)
+VERIFIERS.register(USER_LOOP, verify_hooks)
 VERIFIERS.register(OWNED_LOOP, verify_schedule)
 VERIFIERS.register(PARAMETER_SERVER, verify_replay)
 
@@ -136,78 +113,6 @@ def _distinct(plans: Mapping[str, Plan]) -> dict[str, Plan]:
             seen.append(way)
             distinct[name] = plan
     return distinct
-
-
-def _compare(run: Run, name: str, truth: Truth) -> Iterator[Difference]:
-    """Ends the run."""
-    found, plan = dict(_whole(run)), run.plan
-    mine = [_relative(found[parameter], truth.of(run.rank)[parameter]) for parameter in plan.parameters]
-    largest = run._transport.agree_largest(mine)
-    run.close(gather=False)
-    for parameter, difference in zip(plan.parameters, largest, strict=True):
-        verdict: Verdict = "equal" if difference <= TOLERANCE else "differs"
-        if parameter in truth.quiet:
-            verdict = "no gradient"
-        group = plan.group_of(parameter)
-        is_other = departs(plan) and bool(group.departures)
-        yield Difference(parameter, name, str(group.exchange), difference, verdict, is_other)
-
-
-class _Trained(NamedTuple):
-    run: Run
-    acts: Acts
-    steps: int
-
-
-def _train(workload: Workload, plan: Plan, steps: int, seed: int) -> _Trained:
-    """For so many steps; longer while something happened less than twice and there are steps to take."""
-    torch.manual_seed(seed)
-    model = workload.model()
-    optimizer = workload.optimizer(model.parameters())
-    run = attach(plan, model, optimizer, check_order=True)
-    mine, acts = watched(run), Acts()
-    feed = TrainBatches(workload, (run.rank, run.workers), seed)
-    most, taken = max(steps, min(LONGER * steps, workload.steps)), 0
-    for step, batch in enumerate(islice(feed, most)):
-        optimizer.zero_grad(set_to_none=True)
-        seeded_loss(workload, model, SeededBatch(stream_seed(seed, step, run.rank), batch)).backward()
-        optimizer.step()
-        taken = step + 1
-        if taken >= steps:
-            acts = acts_of(run._transport.share(mine))
-            if min(acts.values(), default=TWICE) >= TWICE:
-                break
-    run._engine.finish()
-    return _Trained(run, acts, taken)
-
-
-def _whole(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter as this rank sees it, by plain look-ups where it is owned by rows. What a look-up codes, its
-    owners tell: it is the rows themselves that are compared."""
-    coded = coded_rows(run.plan)
-    with torch.no_grad():
-        for name, parameter in run._model.named_parameters():
-            if not isinstance(parameter, TableHandle):
-                yield name, parameter.detach()
-            elif name in coded:
-                yield name, _told(run, name)
-            else:
-                yield name, parameter[torch.arange(len(parameter))]
-
-
-def _told(run: Run, name: str) -> Tensor:
-    """Collective: a whole table, each row as its owner has it."""
-    table = run._engine.tables[name]
-    whole = table.shard.new_zeros(table.shape)
-    whole[table.ownership.ids(table.place.rank, torch.arange(len(table.shard)))] = table.rows
-    total: Tensor = run._transport.complete(summed(whole), name)
-    return total
-
-
-def _relative(found: Tensor, true: Tensor) -> float:
-    """|found - true| / |true| in norm; infinite where it is not a number."""
-    difference = float((found - true).norm()) / (float(true.norm()) or 1.0)
-    return difference if difference == difference else float("inf")
 
 
 def verify(
