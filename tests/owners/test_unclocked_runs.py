@@ -1,6 +1,7 @@
 """What a user of updates without a common clock sees: one model in every call of all ranks, whatever their counts;
 batches dealt to whoever is free; checkpoints that any plan opens; refusals by name; nobody hangs."""
 
+import json
 import os
 import random
 import signal
@@ -26,9 +27,15 @@ from unclocked import (
 )
 
 import armillary
+from armillary.cli.names import find, small
+from armillary.cli.terminal import ended_page
 from armillary.planning.planner import plan
-from armillary.plans import Plan
+from armillary.planning.request import PlanRequest
+from armillary.plans import Choice, Plan
 from armillary.schedules import options_of
+from armillary.session.plan_job import JobRequest
+from armillary.session.train import train
+from armillary.session.train_settings import Settings
 from forked import Job
 
 NUMBERS = range(30)
@@ -98,6 +105,29 @@ def test_the_report_shows_staleness_and_the_bytes(three):
     report = three[0]["report"]
     assert "updates staler by" in report and "pulls that waited" in report and "steps of rank 2" in report
     assert three[0]["metrics"]["sent_bytes"] > 0 and three[0]["metrics"]["sent_bytes/words.weight"] > 0
+
+
+def test_seconds_that_nobody_measures_are_told_as_not_known(three):
+    report, metrics = three[0]["report"], three[0]["metrics"]
+    lines = {line.split()[0]: line for line in report.splitlines() if line.strip()}
+    assert lines["words.weight"].rstrip().endswith("not known") and lines["whole"].rstrip().endswith("not known")
+    assert not [name for name in metrics if name.startswith("in_flight_seconds")]
+
+
+def by_command(rank, world, folder):
+    """What `armillary train` prints at its end, and what it leaves."""
+    torch.set_num_threads(1)
+    task = find("recommender", {**small("recommender"), "batch_size": 8})
+    request = JobRequest(PlanRequest(schedule=Choice("asynchronous")))
+    *_, ended = train(task, Settings(folder, 6, every_steps=3, every_seconds=0.0, request=request))
+    return "\n".join(map(str, ended_page(ended, "samples", folder)))
+
+
+def test_a_trained_workload_ends_with_its_histogram_too(crew, tmp_path):
+    printed, _ = crew(2).run(by_command, tmp_path)
+    assert "updates staler by" in printed and "pulls that waited" in printed and "not known" in printed
+    said = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert said["comparison"][0]["measured"]["seconds"] is None
     assert three[0]["schedule"] == "asynchronous(bound=3)"
 
 

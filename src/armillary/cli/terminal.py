@@ -229,7 +229,7 @@ def comparison_page(ended: Ended) -> Page:
         f"process grew by {bytes_text(ended.resident_bytes)});\ntime of a group: in flight, overlapping; of the step: "
         "the median, from batch to update"
     )
-    return (table, legend, *([health_table(ended.health)] if ended.health else []))
+    return (table, legend, *([health_table(ended.health)] if ended.health else []), *ended.beside)
 
 
 def drain(events: Iterable[Event]) -> Ended | NothingLeft:

@@ -1,19 +1,17 @@
 """The bytes of letters between workers and owners: tensors one after the other, each beginning at a multiple of eight.
 
-A pull says which rows of each table are wanted; its answer holds what the owner owns whole, then these rows. A push
-holds the options of the worker's optimizer, where they are not those of its push before, and gradients.
+A letter's body says itself what is in it. An answer holds tensors alone: whoever asked knows their forms, and makes
+room for it before it comes.
 """
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from armillary.owners.shares import GroupOptions, Ownings, RowGradient
-
-__all__ = ["BodyForm", "BodyReader", "Push", "joined", "pull_body", "push_body", "read_pull", "read_push", "size_of"]
+__all__ = ["Body", "BodyForm", "Parts", "joined", "packed", "size_of", "taken", "unpacked"]
 
 ALIGNED = 8
 
@@ -26,80 +24,56 @@ class BodyForm(NamedTuple):
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def room(self) -> int:
+        """Bytes up to where the next tensor begins."""
+        return self.nbytes + -self.nbytes % ALIGNED
+
 
 def size_of(forms: Sequence[BodyForm]) -> int:
     """Bytes of a body."""
-    return sum(form.nbytes + -form.nbytes % ALIGNED for form in forms)
+    return sum(form.room for form in forms)
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """A body; copies."""
-    parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    body = torch.empty(sum(len(part) + -len(part) % ALIGNED for part in parts), dtype=torch.uint8)
-    at = 0
-    for part in parts:
-        body[at : at + len(part)] = part
-        at += len(part) + -len(part) % ALIGNED
+    forms, at = [BodyForm(tuple(one.shape), one.dtype) for one in tensors], 0
+    body = torch.empty(size_of(forms), dtype=torch.uint8)
+    for tensor, form in zip(tensors, forms, strict=True):
+        body[at : at + form.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        at += form.room
     return body
 
 
-class BodyReader:
-    """Takes a body apart, in its order."""
-
-    def __init__(self, body: Tensor) -> None:
-        self._body, self._at = body, 0
-
-    def take(self, form: BodyForm) -> Tensor:
-        """A view."""
-        part = self._body[self._at : self._at + form.nbytes]
-        self._at += form.nbytes + -form.nbytes % ALIGNED
-        return part.view(form.dtype).view(form.shape)
+def taken(body: Tensor, forms: Sequence[BodyForm]) -> list[Tensor]:
+    """The tensors of a body; views."""
+    found, at = list[Tensor](), 0
+    for form in forms:
+        found.append(body[at : at + form.nbytes].view(form.dtype).view(form.shape))
+        at += form.room
+    return found
 
 
-def pull_body(rows: Mapping[str, Tensor]) -> Tensor:
-    """rows: of the owner's part of every table, int64."""
-    counts = torch.tensor([len(one) for one in rows.values()], dtype=torch.int64)
-    return joined([counts, *rows.values()])
+Parts = Mapping[str, Sequence[Tensor]]  # by parameter
 
 
-def read_pull(body: Tensor, ownings: Ownings) -> dict[str, Tensor]:
-    """By table."""
-    reading = BodyReader(body)
-    counts = reading.take(BodyForm((len(ownings.tables),), torch.int64)).tolist()
-    return {
-        name: reading.take(BodyForm((count,), torch.int64)) for name, count in zip(ownings.tables, counts, strict=True)
-    }
+class Body(NamedTuple):
+    head: Any
+    parts: Parts
 
 
-class Push(NamedTuple):
-    """options: None where they are those of the same worker's push before. dense, rows: what has a gradient."""
-
-    options: GroupOptions | None
-    dense: dict[str, Tensor]
-    rows: dict[str, RowGradient]
-
-
-def push_body(push: Push, owner: int, ownings: Ownings) -> Tensor:
-    said = b"" if push.options is None else pickle.dumps(push.options)
-    flags = [int(name in push.dense) for name in ownings.dense[owner]]
-    counts = [len(push.rows[name].rows) if name in push.rows else 0 for name in ownings.tables]
-    numbers = torch.tensor([len(said), *flags, *counts], dtype=torch.int64)
-    options = torch.frombuffer(bytearray(said), dtype=torch.uint8) if said else torch.empty(0, dtype=torch.uint8)
-    dense = [push.dense[name] for name in ownings.dense[owner] if name in push.dense]
-    rows = [one for name in ownings.tables if name in push.rows for one in push.rows[name]]
-    return joined([numbers, options, *dense, *rows])
+def packed(head: Any, parts: Parts) -> Tensor:
+    """head: is pickled, with the forms of the tensors."""
+    tensors = [one for each in parts.values() for one in each]
+    forms = {name: [BodyForm(tuple(one.shape), one.dtype) for one in each] for name, each in parts.items()}
+    said = bytearray(pickle.dumps((head, forms)))
+    return joined([torch.tensor([len(said)]), torch.frombuffer(said, dtype=torch.uint8), *tensors])
 
 
-def read_push(body: Tensor, owner: int, ownings: Ownings, forms: Mapping[str, BodyForm]) -> Push:
-    """forms: of all parameters, whole."""
-    reading, names = BodyReader(body), ownings.dense[owner]
-    length, *rest = reading.take(BodyForm((1 + len(names) + len(ownings.tables),), torch.int64)).tolist()
-    said = bytes(reading.take(BodyForm((length,), torch.uint8)).numpy())
-    flags, counts = rest[: len(names)], rest[len(names) :]
-    dense = {name: reading.take(forms[name]) for name, has_one in zip(names, flags, strict=True) if has_one}
-    rows = dict[str, RowGradient]()
-    for name, count in zip(ownings.tables, counts, strict=True):
-        if count:
-            mine, (shape, dtype) = reading.take(BodyForm((count,), torch.int64)), forms[name]
-            rows[name] = RowGradient(mine, reading.take(BodyForm((count, *shape[1:]), dtype)))
-    return Push(pickle.loads(said) if said else None, dense, rows)
+def unpacked(body: Tensor) -> Body:
+    length = BodyForm((1,), torch.int64)
+    said = BodyForm((int(taken(body, [length])[0]),), torch.uint8)
+    head, forms = pickle.loads(bytes(taken(body, [length, said])[1].numpy()))
+    _, _, *tensors = taken(body, [length, said, *(form for each in forms.values() for form in each)])
+    left = iter(tensors)
+    return Body(head, {name: [next(left) for _ in each] for name, each in forms.items()})

@@ -10,47 +10,33 @@ Source: Parallax (Kim et al., 2019), asynchronous training; the bound is that of
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from armillary.owners.bodies import BodyForm, joined, read_pull, read_push
+from armillary.owners.bodies import joined, unpacked
 from armillary.owners.shares import GroupOptions, OwnedPart
 from armillary.plans.update_log import Event, Kind, UpdateLog, too_far_ahead
-from armillary.transport.mailbox import LAST, OwnerLetter
+from armillary.transport.mailbox import LAST, OwnerLetter, OwnerMailbox
 
-__all__ = ["DEAL", "Owner", "Post"]
+__all__ = ["DEAL", "Owner"]
 
 DEAL = len(Kind)  # a letter that asks for the number of the next batch; no event of the log
-
-
-class Post(Protocol):
-    """What the owner needs of a `OwnerMailbox`."""
-
-    def next(self) -> OwnerLetter: ...
-
-    def answer(self, peer: int, body: Tensor) -> int: ...
-
-    def fail(self, error: BaseException) -> None: ...
 
 
 class Owner:
     """
     Args:
-        part: what it owns. forms: of all parameters, whole.
+        part: what it owns.
         bound: how many steps ahead of the slowest a worker may begin one; None: any.
 
     Args of note:
-        error: that ended its thread. answered_bytes: over links, in all.
+        error: that ended its thread. sent: bytes of its answers over links, by parameter.
     """
 
-    def __init__(
-        self, part: OwnedPart, forms: Mapping[str, BodyForm], workers: int, bound: int | None, post: Post
-    ) -> None:
-        self.part, self.forms, self.bound, self.post = part, forms, bound, post
-        self.log, self.answered_bytes = UpdateLog(), 0
+    def __init__(self, part: OwnedPart, workers: int, bound: int | None, post: OwnerMailbox) -> None:
+        self.part, self.bound, self.post = part, bound, post
+        self.log = UpdateLog()
+        self.sent = Counter(dict.fromkeys([*part.whole, *part.tables], 0))  # the other thread reads it
         self.error: BaseException | None = None
         self._updates = dict.fromkeys(range(workers), 0)
         self._present = set(range(workers))
@@ -102,7 +88,7 @@ class Owner:
         if kind == DEAL:
             number = torch.tensor([self._dealt[epoch]])
             self._dealt[epoch] += 1
-            self.answered_bytes += self.post.answer(letter.sender, number.view(torch.uint8))
+            self.post.answer(letter.sender, number.view(torch.uint8))
         elif kind == Kind.PULL:
             self._pull(letter)
         elif kind == Kind.PUSH:
@@ -124,18 +110,19 @@ class Owner:
     def _give(self, letter: OwnerLetter) -> None:
         _, step, epoch, batch, _ = letter.numbers
         self._present.add(letter.sender)
-        values = self.part.read(read_pull(letter.body, self.part.ownings))
+        values = self.part.read(unpacked(letter.body).parts)
         self.log.append(Event(Kind.PULL, letter.sender, step, epoch, batch))
-        self.answered_bytes += self.post.answer(letter.sender, joined(values))
+        if self.post.answer(letter.sender, joined([*values.values()])):
+            self.sent.update({name: one.nbytes for name, one in values.items()})
 
     def _push(self, letter: OwnerLetter, step: int) -> None:
         worker = letter.sender
         if step < self._updates[worker]:  # it came before
             return
-        push = read_push(letter.body, self.part.rank, self.part.ownings, self.forms)
-        if push.options is not None:
-            self._options[worker] = push.options
-        self.part.step(self._options[worker], push.dense, push.rows)
+        options, gradients = unpacked(letter.body)
+        if options is not None:
+            self._options[worker] = options
+        self.part.step(self._options[worker], gradients)
         self.log.append(Event(Kind.PUSH, worker, *letter.numbers[1:4]))
         self._updates[worker] += 1
         self._let_in()

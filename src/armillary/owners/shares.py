@@ -9,15 +9,17 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.ownership import Ownership
+from armillary.owners.bodies import Parts
+from armillary.tables.optimizer_state import Held, close_window, is_row_shaped, open_window
 
-__all__ = ["GroupOptions", "OwnedPart", "Ownings", "RowGradient", "joined_rows", "options_of", "owned_by_bytes"]
+__all__ = ["GroupOptions", "OwnedPart", "Ownings", "joined_rows", "options_of", "owned_by_bytes"]
 
 GroupOptions = list[dict[str, Any]]  # of every parameter group, all but the parameters
 
@@ -34,11 +36,16 @@ class Ownings:
         return range(len(self.dense))
 
 
-class RowGradient(NamedTuple):
-    """rows: of the owner's part of a table, int64, ascending. values: (rows, *row shape)."""
+@dataclass(eq=False)
+class _Window:
+    """A table's rows here, and those of them that are stepped (`tables/optimizer_state.Windowed`)."""
 
-    rows: Tensor
-    values: Tensor
+    shard: Tensor
+    parameter: nn.Parameter
+    window_rows: Tensor | None = None
+
+    def put_back(self, rows: Tensor, values: Tensor) -> None:
+        self.shard.index_copy_(0, rows, values)
 
 
 def owned_by_bytes(parameters: Mapping[str, Tensor], tables: Iterable[str], workers: int) -> Ownings:
@@ -74,78 +81,57 @@ class OwnedPart:
     ) -> None:
         self.ownings, self.rank = ownings, rank
         self.whole = {name: nn.Parameter(parameters[name].detach().clone()) for name in ownings.dense[rank]}
-        self.shards: dict[str, Tensor] = {}
-        self.windows: dict[str, nn.Parameter] = {}  # rows of a table while they are stepped
-        self.row_state: dict[str, dict[str, Tensor]] = {}  # of a table, one value for each of its values
+        self.tables: dict[str, _Window] = {}
+        self.row_state: dict[str, Held] = {name: {} for name in ownings.tables}
         for name, dealt in ownings.tables.items():
-            self.shards[name] = parameters[name].detach()[dealt.ids(rank)]
-            self.windows[name] = nn.Parameter(self.shards[name][:0].clone())
-            self.row_state[name] = {}
-        self.optimizer = _alone(optimizer, {id(parameters[name]): one for name, one in self._stepped()})
-        for name, one in self._stepped():
+            shard = parameters[name].detach()[dealt.ids(rank)]
+            self.tables[name] = _Window(shard, nn.Parameter(shard[:0].clone()))
+        self._stepped = self.whole | {name: one.parameter for name, one in self.tables.items()}
+        self.optimizer = _alone(optimizer, {id(parameters[name]): one for name, one in self._stepped.items()})
+        for name, one in self._stepped.items():
             self._take_state(name, one, parameters[name], optimizer.state.get(parameters[name], {}))
 
-    def _stepped(self) -> list[tuple[str, nn.Parameter]]:
-        return [*self.whole.items(), *self.windows.items()]
-
     def _take_state(self, name: str, mine: nn.Parameter, theirs: Tensor, state: Mapping[str, Any]) -> None:
-        if name in self.windows:
-            rows = {key: one for key, one in state.items() if _is_like(one, theirs)}
+        if name in self.tables:
+            rows = {key: one for key, one in state.items() if is_row_shaped(one, theirs)}
             self.row_state[name] = {key: one[self.ownings.tables[name].ids(self.rank)] for key, one in rows.items()}
             state = {key: one for key, one in state.items() if key not in rows}
         if state:
             self.optimizer.state[mine] = copy.deepcopy(dict(state))
 
-    def read(self, rows: Mapping[str, Tensor]) -> list[Tensor]:
+    def read(self, rows: Parts) -> dict[str, Tensor]:
         """Copies of what is owned whole, then of these rows of each table, in the order of `Ownings`."""
-        whole = [one.detach().clone() for one in self.whole.values()]
-        return [*whole, *(self.shards[name].index_select(0, rows[name]) for name in self.ownings.tables)]
+        tables = {name: one.shard.index_select(0, rows[name][0]) for name, one in self.tables.items()}
+        return {name: one.detach().clone() for name, one in self.whole.items()} | tables
 
     @torch.no_grad()
-    def step(self, options: GroupOptions, dense: Mapping[str, Tensor], rows: Mapping[str, RowGradient]) -> None:
-        """One optimizer step of what has a gradient."""
+    def step(self, options: GroupOptions, gradients: Parts) -> None:
+        """One optimizer step of what has a gradient: of a table the rows, ascending, before their values."""
         for group, now in zip(self.optimizer.param_groups, options, strict=True):
             group.update(now)
-        for name, gradient in dense.items():
-            self.whole[name].grad = gradient
-        for name, (mine, gradient) in rows.items():
-            window = self.windows[name]
-            window.data = self.shards[name].index_select(0, mine)
-            window.grad = gradient
-            kept = {key: one.index_select(0, mine) for key, one in self.row_state[name].items()}
-            if kept:
-                self.optimizer.state[window].update(kept)
+        for name, (*rows, gradient) in gradients.items():
+            if rows:
+                table = self.tables[name]
+                table.window_rows = rows[0]
+                table.parameter.data = table.shard.index_select(0, rows[0])
+                open_window(table, self.optimizer, self.row_state[name])
+            self._stepped[name].grad = gradient
         with torch.enable_grad():
             self.optimizer.step()
-        for name in dense:
-            self.whole[name].grad = None
-        for name, (mine, _) in rows.items():
-            self._put_back(name, mine)
-
-    def _put_back(self, name: str, mine: Tensor) -> None:
-        window, shard = self.windows[name], self.shards[name]
-        values, state = window.detach(), self.optimizer.state[window]
-        shard.index_copy_(0, mine, values)
-        for key in [key for key, one in state.items() if _is_like(one, values)]:
-            held = self.row_state[name].setdefault(key, state[key].new_zeros(shard.shape))
-            held.index_copy_(0, mine, state.pop(key))
-        window.grad = None
-        window.data = shard[:0].clone()
+        for name in gradients:
+            if name in self.tables:
+                close_window(self.tables[name], self.optimizer, self.row_state[name])
+            self._stepped[name].grad = None
 
     def rest_of(self, name: str) -> dict[str, Any]:
         """What the optimizer keeps of it here: of a table, what is not by row, such as a count of steps."""
-        one = self.windows.get(name, self.whole.get(name))
-        return {} if one is None else dict(self.optimizer.state.get(one, {}))
+        state = self.optimizer.state.get(self._stepped[name], {}) if name in self._stepped else {}
+        return {key: value for key, value in state.items() if key not in self.row_state.get(name, {})}
 
-    def tensors(self, name: str) -> list[Tensor]:
+    def tensors(self, name: str) -> list[Any]:
         """All that is held of a parameter here."""
-        values = self.shards.get(name, self.whole.get(name))
-        state = [*self.rest_of(name).values(), *self.row_state.get(name, {}).values()]
-        return [one for one in [values, *state] if isinstance(one, Tensor)]
-
-
-def _is_like(one: Any, values: Tensor) -> bool:
-    return isinstance(one, Tensor) and one.shape == values.shape and one.dim() > 0
+        values = self.tables[name].shard if name in self.tables else self.whole.get(name)
+        return [values, *self.rest_of(name).values(), *self.row_state.get(name, {}).values()]
 
 
 def _alone(optimizer: Optimizer, mine: Mapping[int, nn.Parameter]) -> Optimizer:

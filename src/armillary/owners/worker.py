@@ -6,6 +6,7 @@ known, a forward on zeros, which changes nothing, tells. A forward that reads ot
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
@@ -14,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from armillary.owners.bodies import BodyForm, BodyReader, Push, pull_body, push_body, size_of
+from armillary.owners.bodies import BodyForm, Parts, packed, size_of, taken
 from armillary.owners.owner import DEAL
-from armillary.owners.shares import GroupOptions, Ownings, RowGradient
+from armillary.owners.shares import GroupOptions, Ownings
 from armillary.plans.update_log import Event, Kind
 from armillary.prefetch.batches import leaves
 from armillary.prefetch.predictor import LookupPredictor
 from armillary.tables.table import RowTable
 from armillary.transport.mailbox import OwnerMailbox
 
-__all__ = ["NotPulled", "PulledTable", "Worker"]
+__all__ = ["OVERHEAD", "NotPulled", "PulledTable", "Worker"]
 
 MOST_LOOKUPS = 8  # of a table and batch that are predicted
 TRUSTED = 2  # batches in a row that were predicted right, before a forward relies on it
-NUMBER = BodyForm((1,), torch.int64)
+OVERHEAD = "letters"
 
 
 class NotPulled(Exception):
@@ -71,13 +72,13 @@ class PulledTable:
         self.used[inverse.view(-1)] = True
         return self.values, inverse
 
-    def gradients(self) -> list[RowGradient]:
-        """By owner, of the rows that were read; the local rows of each. None where nothing came back."""
+    def gradients(self) -> list[list[Tensor]]:
+        """By owner, the local rows that were read, and their gradients. None where nothing came back."""
         if self.values.grad is None:
             return []
         rows = self.used.nonzero().view(-1)
         gradient = self.values.grad.index_select(0, rows)
-        return [RowGradient(local, gradient[places]) for places, local in self.parts(self.ids[rows])]
+        return [[local, gradient[places]] for places, local in self.parts(self.ids[rows])]
 
     def parts(self, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
         """By owner, places among these ids, and the owner's rows there."""
@@ -122,6 +123,9 @@ class Worker:
     Args:
         dense: parameters of the model that are read whole, by name. tables: the others. forms: of all, whole.
         forward: (batch) -> loss, on the model.
+
+    Args of note:
+        sent: bytes that went over a link, by parameter; what is of none as `OVERHEAD`.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class Worker:
         self.tables, self.forms = tables, forms
         trained = {name: one for name, one in model.named_parameters() if name in forms}
         self.dense = {name: one for name, one in trained.items() if name not in tables}
-        self.sent = dict.fromkeys(forms, 0.0)  # bytes that went over a link, by parameter
+        self.sent = Counter(dict.fromkeys([OVERHEAD, *forms], 0))
         self._predictor, self._right = LookupPredictor(), 0
         self._options: GroupOptions | None = None  # of the push before
         self._wanted: dict[str, Tensor] = {}
@@ -173,19 +177,19 @@ class Worker:
     def pull(self, event: Event) -> None:
         """The model holds the owners' values of what the batch that was looked at reads."""
         rows = {name: [local for _, local in one.parts(self._wanted[name])] for name, one in self.tables.items()}
-        owners = self._in_turn()
-        expected = {owner: self.mailbox.expect(owner, size_of(self._answer_forms(owner, rows))) for owner in owners}
-        for owner in owners:
-            body = pull_body({name: parts[owner] for name, parts in rows.items()})
-            self._charge(owner, self.mailbox.send(owner, _numbers(event), body), rows)
+        forms = {owner: self._answer_forms(owner, rows) for owner in self._in_turn()}
+        expected = {owner: self.mailbox.expect(owner, size_of([*there.values()])) for owner, there in forms.items()}
+        for owner in forms:
+            self._send(owner, event, None, {name: [parts[owner]] for name, parts in rows.items()})
         came: dict[str, list[Tensor]] = {name: [] for name in self.tables}
-        for owner in sorted(owners):
+        for owner in sorted(forms):
             with self.mailbox.transport.waiting(f"values of rank {owner}"):
-                reading = BodyReader(expected[owner].wait())
-            for name in self.ownings.dense[owner]:
-                self.dense[name].data.copy_(reading.take(self.forms[name]))
-            for name in self.tables:
-                came[name].append(reading.take(self._row_form(name, len(rows[name][owner]))))
+                answer = taken(expected[owner].wait(), [*forms[owner].values()])
+            for name, values in zip(forms[owner], answer, strict=True):
+                if name in self.tables:
+                    came[name].append(values)
+                else:
+                    self.dense[name].data.copy_(values)
         for name, table in self.tables.items():
             table.pulled(self._wanted[name], came[name])
 
@@ -196,15 +200,19 @@ class Worker:
         rows = {name: found for name, table in self.tables.items() if (found := table.gradients())}
         for owner in self._in_turn():
             dense = {name: self.dense[name].grad for name in self.ownings.dense[owner]}
-            there = {name: one.to_dense() for name, one in dense.items() if one is not None}
-            theirs = {name: found[owner] for name, found in rows.items() if len(found[owner].rows)}
-            body = push_body(Push(said, there, theirs), owner, self.ownings)
-            sizes = {name: [one.rows for one in found] for name, found in rows.items()}
-            self._charge(owner, self.mailbox.send(owner, _numbers(event), body), sizes)
+            there = {name: [one.to_dense()] for name, one in dense.items() if one is not None}
+            theirs = {name: found[owner] for name, found in rows.items() if len(found[owner][0])}
+            self._send(owner, event, said, there | theirs)
         for parameter in self.dense.values():
             parameter.grad = None
         for table in self.tables.values():
             table.values.grad = None
+
+    def _send(self, owner: int, event: Event, said: GroupOptions | None, parts: Parts) -> None:
+        if sent := self.mailbox.send(owner, _numbers(event), packed(said, parts)):
+            named = Counter({name: sum(one.nbytes for one in each) for name, each in parts.items()})
+            self.sent.update(named)
+            self.sent[OVERHEAD] += sent - named.total()
 
     def step_aside(self, step: int) -> None:
         for owner in self._in_turn():
@@ -215,28 +223,19 @@ class Worker:
         expected = self.mailbox.expect(0, 8)
         self.mailbox.send(0, [DEAL, 0, epoch, 0, 0])
         with self.mailbox.transport.waiting("a batch of rank 0"):
-            return int(BodyReader(expected.wait()).take(NUMBER))
+            return int(expected.wait().view(torch.int64))
 
     def _in_turn(self) -> list[int]:
         """The owners, this rank's own first."""
         count = self.mailbox.workers
         return [(self.mailbox.rank + place) % count for place in range(count)]
 
-    def _row_form(self, name: str, count: int) -> BodyForm:
-        shape, dtype = self.forms[name]
-        return BodyForm((count, *shape[1:]), dtype)
-
-    def _answer_forms(self, owner: int, rows: Mapping[str, Sequence[Tensor]]) -> list[BodyForm]:
-        whole = [self.forms[name] for name in self.ownings.dense[owner]]
-        return [*whole, *(self._row_form(name, len(rows[name][owner])) for name in self.tables)]
-
-    def _charge(self, owner: int, sent: int, rows: Mapping[str, Sequence[Tensor]]) -> None:
-        """Shares what went over a link among the parameters, by their bytes."""
-        sizes = {name: float(self.forms[name].nbytes) for name in self.ownings.dense[owner]}
-        sizes |= {name: float(self._row_form(name, len(parts[owner])).nbytes) for name, parts in rows.items()}
-        total = sum(sizes.values())
-        for name, size in sizes.items():
-            self.sent[name] += sent * size / total if total else 0.0
+    def _answer_forms(self, owner: int, rows: Mapping[str, Sequence[Tensor]]) -> dict[str, BodyForm]:
+        found = {name: self.forms[name] for name in self.ownings.dense[owner]}
+        for name in self.tables:
+            shape, dtype = self.forms[name]
+            found[name] = BodyForm((len(rows[name][owner]), *shape[1:]), dtype)
+        return found
 
 
 def _numbers(event: Event) -> list[int]:

@@ -42,8 +42,7 @@ class OwnerCosts:
     computed: float
 
 
-def costs_of(groups: Sequence[Group], case: Case, dense_times: float = 1.0) -> OwnerCosts:
-    """dense_times: how many times as many bytes what is read whole is taken to have."""
+def costs_of(groups: Sequence[Group], case: Case) -> OwnerCosts:
     topology, count = case.topology, case.topology.workers
     away = (count - 1) / count
     sent, pulled, pushed, served = dict[str, float](), 0.0, 0.0, 0.0
@@ -55,9 +54,9 @@ def costs_of(groups: Sequence[Group], case: Case, dense_times: float = 1.0) -> O
             there, back = (KEY_BYTES + row_bytes) * rows, (KEY_BYTES + row_bytes) * rows
             served += case.call_seconds + rows * case.row_seconds(row_bytes)
         else:
-            nbytes = dense_times * sum(fact.bytes for fact in facts)
+            nbytes = sum(fact.bytes for fact in facts)
             there = back = nbytes
-            served += dense_update_seconds(round(nbytes), facts, case) / count
+            served += dense_update_seconds(nbytes, facts, case) / count
         sent[group.name] = (there + back) * away
         pulled, pushed = pulled + there * away, pushed + back * away
     links, others = topology.link, count - 1

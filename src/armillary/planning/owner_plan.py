@@ -23,7 +23,6 @@ from armillary.schedules.registry import read
 __all__ = ["plan_owned"]
 
 GAIN = 1.05  # times plain updates a second: less is none
-MOST_TIMES = 1e6  # the bytes that are read whole are tried with
 
 
 def plan_owned(case: Case, choice: Choice, plain_seconds: float) -> Plan:
@@ -103,8 +102,9 @@ def _worth(made: Plan, options: ScheduleOptions, case: Case, plain_seconds: floa
             f"a bound makes all as slow as the slowest in the long run; with bound=None a round of updates would take "
             f"{seconds_text(free)}, not {seconds_text(bound)}"
         )
-    if any(group.layout == "replicated" for group in made.groups):
-        said.append(_dense_share(made, case, rates, options.bound, plain_seconds))
+    sizes = {group.name: sum(case.profile.parameter(name).bytes for name in group.parameters) for group in made.groups}
+    if whole := sum(sizes[group.name] for group in made.groups if group.layout == "replicated"):
+        said.append(f"{whole / sum(sizes.values()):.0%} of the weights are read whole, and pulled in every step")
     return said
 
 
@@ -120,30 +120,3 @@ def _gain(seconds: float, plain: float, rates: tuple[float, ...]) -> str:
     if times > GAIN:
         return f"on {measured} it is expected to bring {figures}"
     return f"on {measured} it can only lose: {figures} are expected"
-
-
-def _dense_share(made: Plan, case: Case, rates: tuple[float, ...], bound: int | None, plain: float) -> str:
-    """From which share of weights that are read whole on it brings nothing, all else being as it is."""
-    whole = sum(
-        case.profile.parameter(name).bytes for group in made.groups if group.layout == "replicated"
-        for name in group.parameters
-    )  # fmt: skip
-    tables = sum(case.profile.parameter(g.name).bytes for g in made.groups if g.layout == "row_sharded")
-    here = whole / (whole + tables)
-
-    def pays(times: float) -> bool:
-        return round_seconds(costs_of(made.groups, case, times), rates, bound) < plain
-
-    if not pays(0.0):
-        return f"{here:.0%} of the weights are read whole, and pulled in every step; with none it would not pay either"
-    low, high = 0.0, 1.0
-    while pays(high) and high < MOST_TIMES:
-        low, high = high, 4 * high
-    for _ in range(20):
-        middle = (low + high) / 2
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    share = low * whole / (low * whole + tables)
-    return (
-        f"{here:.0%} of the weights are read whole, and pulled in every step; from a share of {share:.0%} on it does "
-        "not pay against the plan without a schedule as it is"
-    )

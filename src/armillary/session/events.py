@@ -7,6 +7,7 @@ from armillary.plans.group import Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
+from armillary.plans.units import Table
 from armillary.session.health import Health
 from armillary.session.report import Comparison
 
@@ -90,7 +91,7 @@ class Ended:
     of a watched step, on the largest worker: those held between steps, and those made in it. resident_bytes: of the
     largest worker's process at its peak, apart from what it held before training besides the plan's tensors; at least
     these, since a process may give back what it held before. from_step: after which the figures begin. health: of the
-    groups that are not exact.
+    groups that are not exact. beside: what only this kind of run has to tell.
     """
 
     steps: int
@@ -104,6 +105,7 @@ class Ended:
     resident_bytes: float
     from_step: int = 0
     health: tuple[Health, ...] = ()
+    beside: tuple[Table, ...] = ()
 
 
 Event = PlannedJob | Resumed | NothingLeft | Warned | Progress | Evaluated | Saved | Ended

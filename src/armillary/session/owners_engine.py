@@ -5,6 +5,7 @@ all, whatever their counts: each rank steps aside, and its owner waits until eve
 pushed is stepped with. Inside them the model is whole and plain on every rank, tables too, with the owners' values.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -28,7 +29,7 @@ from armillary.schedules.random_streams import seeded
 from armillary.schedules.registry import options_of as schedule_of
 from armillary.session.data_check import FirstBatches
 from armillary.session.job import Average, NamedTensor, TrainJob
-from armillary.session.traffic_meter import TrafficMeter
+from armillary.session.traffic_meter import OTHER, TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch, device_of
 from armillary.stages.train_spec import StepLosses
@@ -57,7 +58,7 @@ class OwnersLoop:
         self.plan, self.job, self.transport = plan, job, transport
         self.model, self.optimizer = job.model, job.optimizer
         self.options = schedule_of(plan)
-        self.traffic_meter, self.averages = TrafficMeter(plan), dict[str, Average]()
+        self.traffic_meter, self.averages = TrafficMeter(plan, is_timed=False), dict[str, Average]()
         self.tables: Mapping[str, RowTable] = {}
         self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
@@ -73,10 +74,10 @@ class OwnersLoop:
         ownings = owned_by_bytes(trained, by_row, self.workers)
         self.part = OwnedPart(ownings, self.rank, trained, self.optimizer)
         self.mailbox = OwnerMailbox(self.transport)
-        self.owner = Owner(self.part, self.forms, self.workers, self.options.bound, self.mailbox)
+        self.owner = Owner(self.part, self.workers, self.options.bound, self.mailbox)
         self.clock, self._asides, self._broken = 0, 0, ""
         self._epochs, self._dealt = 0, NEVER
-        self._counted: dict[str, float] = {}
+        self._counted = Counter[str]()
         self.optimizer.state.clear()
         self._tables = {name: PulledTable(name, trained[name], ownings) for name in ownings.tables}
         self._handled = {name: trained[name] for name in ownings.tables}  # parameter objects
@@ -210,7 +211,7 @@ class OwnersLoop:
                     parameters[name].copy_(self.part.whole[name])
                 self.transport.spread(parameters[name], owner)
         for name, dealt in ownings.tables.items():
-            parts = self.transport.share(self.part.shards[name])
+            parts = self.transport.share(self.part.tables[name].shard)
             become(self._handled[name], nn.Parameter(joined_rows(parts, dealt)))
         self._is_plain = True
 
@@ -318,16 +319,10 @@ class OwnersLoop:
 
     def count(self) -> None:
         """Brings the tally up to date: what this rank sent as a worker, and answered as an owner."""
-        sent = dict(self.worker.sent)
-        mine = [*self.part.ownings.dense[self.rank], *self.part.ownings.tables]
-        weights = {name: float(self.forms[name].nbytes) for name in mine}
-        total = sum(weights.values()) or 1.0
-        for name, weight in weights.items():
-            sent[name] += self.owner.answered_bytes * weight / total
-        for group in self.plan.groups:
-            now = sum(sent[name] for name in group.parameters)
-            self.traffic_meter.put(group.name, now - self._counted.get(group.name, 0.0), 0.0)
-            self._counted[group.name] = now
+        group_of, sent = self.traffic_meter.group_of, self.worker.sent + self.owner.sent
+        for name, nbytes in (sent - self._counted).items():
+            self.traffic_meter.put(group_of.get(name, OTHER), float(nbytes), 0.0)
+        self._counted = sent
 
     def held_tensors(self) -> Iterator[NamedTensor]:
         """What is owned here, with the optimizer's state, and this rank's copy of what is read whole."""

@@ -1,5 +1,6 @@
 """What the groups of a plan sent, held and took, beside the forecast, in one type that can be subtracted."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -130,6 +131,8 @@ def _compared(
 ) -> tuple[Comparison, ...]:
     groups = {} if expected is None else expected.groups
     lines = (replace(line, forecast=groups.get(line.group, line.forecast)) for line in _counted(run, traffic_meter))
+    if not traffic_meter.is_timed:
+        return tuple(replace(line, measured=replace(line.measured, seconds=math.nan)) for line in lines)
     return tuple(_in_flight(line, seen.groups.get(line.group)) for line in lines)
 
 
@@ -187,11 +190,15 @@ def _paired(*figures: str) -> tuple[str, ...]:
 def _cells(line: Comparison) -> tuple[str, ...]:
     units = (("sent_bytes", 1e3, 1), ("memory_bytes", 1 << 20, 1), ("seconds", 1e-3, 2))
     pairs = [
-        tuple(f"{getattr(one, name) / unit:,.{digits}f}" for one in (line.forecast, line.measured))
+        tuple(_figure(getattr(one, name) / unit, digits) for one in (line.forecast, line.measured))
         for name, unit, digits in units
     ]
     is_foreseen = line.group != OTHER or line.forecast != Forecast()  # only a clock foresees what is of no group
     return tuple(cell for forecast, measured in pairs for cell in (forecast if is_foreseen else "-", measured))
+
+
+def _figure(value: float, digits: int) -> str:
+    return "not known" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def held_by_group(run: Job) -> dict[str, float]:

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -227,11 +227,16 @@ def _is_until(step: int, line: str) -> bool:
         return False
 
 
+def _known(pairs: Iterable[Any]) -> dict[str, Any]:
+    """JSON has no number for what is not known."""
+    return {key: None if value != value else value for key, value in pairs}
+
+
 def keep_end(folder: Path, ended: "Ended", trace: Trace, workload: "Workload", plan: Plan) -> None:
     """The trace of the last steps of all ranks, the summary with forecast beside measured, and the plot, for which
     matplotlib is imported only now; where there is none, everything but the plot."""
     trace.save(folder / "trace.json")
-    (folder / "summary.json").write_text(json.dumps(asdict(ended), indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(asdict(ended, dict_factory=_known), indent=2) + "\n")
     if not can_draw(folder / "plot.png"):
         return
     from armillary.session.plots import plot

@@ -67,7 +67,7 @@ class TrafficMeter:
     """Adds up the records of this rank by group. records: those of the last `window` steps, or of two whole periods,
     for the trace."""
 
-    def __init__(self, plan: Plan, window: int = 50):
+    def __init__(self, plan: Plan, window: int = 50, is_timed: bool = True):
         self.period = _period_of(plan)
         window = window if self.period == 1 else max(window, 2 * self.period + 1)
         self.groups = {group.name for group in plan.groups}
@@ -77,7 +77,7 @@ class TrafficMeter:
         self.seconds: dict[str, float] = defaultdict(float)
         self.records: list[Record] = []
         self.step_records: deque[Record] = deque(maxlen=window)
-        self.steps = 0
+        self.steps, self.is_timed = 0, is_timed
         self._ended: deque[float] = deque(maxlen=TIMED_STEPS + 1)  # when the last steps were over
         self.sent_bytes = 0.0  # by this rank, in all
         self._told = _Told()
@@ -129,20 +129,22 @@ class TrafficMeter:
 
     def metrics(self) -> dict[str, float]:
         """Means per step over the steps since the last call; empty if there was none. Seconds of a group are those its
-        requests were in flight."""
+        requests were in flight, where they are measured."""
         last, now = self._told, _Told(self.steps, sent=dict(self.sent), seconds=dict(self.seconds))
         steps = now.steps - last.steps
         if not steps:
             return {}
         self._told = now
         sent = {name: (value - last.sent.get(name, 0.0)) / steps for name, value in now.sent.items()}
-        flown = {name: (value - last.seconds.get(name, 0.0)) / steps for name, value in now.seconds.items()}
+        seconds = now.seconds if self.is_timed else {}
+        flown = {name: (value - last.seconds.get(name, 0.0)) / steps for name, value in seconds.items()}
         found = {
             "steps": float(steps),
             "step_seconds": (now.at_seconds - last.at_seconds) / steps,
             "sent_bytes": sum(sent.values()),
-            "in_flight_seconds": sum(flown.values()),
         }
+        if self.is_timed:
+            found["in_flight_seconds"] = sum(flown.values())
         found |= {f"sent_bytes/{name}": value for name, value in sent.items()}
         return found | {f"in_flight_seconds/{name}": value for name, value in flown.items()}
 

@@ -315,6 +315,7 @@ class Training:
         """Evaluates on all held-out data, saves, and holds the forecast against what was measured."""
         trace = everyones_trace((*self.traffic_meter.records, *self.traffic_meter.step_records), self.job.transport)
         comparison, health = compare(self.job, self.traffic_meter, trace), health_of(self.job)
+        beside = tuple(self.job.tables_of_report())
         yield self._save()
         metrics = self._evaluate(is_whole=True)
         held = sum(held_by_group(self.job).values())
@@ -326,7 +327,7 @@ class Training:
         simple = by_rank_zero(self.job.transport, lambda: baseline(self.workload))
         rate = self.total_samples / seconds
         figures = (self.forecast, usual, rate, peak, resident, self.plan_step)
-        ended = Ended(self.step, metrics, simple, comparison, *figures, health)
+        ended = Ended(self.step, metrics, simple, comparison, *figures, health, beside)
         if self.run.rank == 0:
             keep_end(self.settings.folder, ended, trace, self.workload, self.decided.plan)
         yield ended

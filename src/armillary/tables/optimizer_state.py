@@ -9,7 +9,7 @@ step count), which is the same on every rank.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from armillary.tables.table import RowTable
 __all__ = [
     "Held",
     "TableState",
+    "Windowed",
     "by_index",
     "by_name",
     "close_window",
@@ -34,16 +35,25 @@ __all__ = [
 Held = dict[str, Tensor]  # optimizer state of a whole shard: name -> (local rows, *row shape)
 
 
-def open_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
+class Windowed(Protocol):
+    """Rows of a table of which the optimizer sees some at a time: `window_rows` of `shard`, by `parameter`."""
+
+    shard: Tensor
+    parameter: nn.Parameter
+    window_rows: Tensor | None
+
+    def put_back(self, rows: Tensor, values: Tensor) -> None: ...
+
+
+def open_window(table: Windowed, optimizer: Optimizer, held: Held) -> None:
     """Puts the state of the window's rows where the optimizer looks for it; `held` keeps the shard's."""
     if table.window_rows is None:
         return
-    state = optimizer.state.get(table.parameter, {})
     for name, whole in held.items():
-        state[name] = whole.index_select(0, table.window_rows)
+        optimizer.state[table.parameter][name] = whole.index_select(0, table.window_rows)
 
 
-def close_window(table: RowTable, optimizer: Optimizer, held: Held) -> None:
+def close_window(table: Windowed, optimizer: Optimizer, held: Held) -> None:
     """Puts rows and state back into the shard and empties the window. New state begins as zero rows."""
     rows = table.window_rows
     if rows is None:
