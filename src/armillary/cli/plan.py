@@ -17,6 +17,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.plans.group import Forecast
+from armillary.plans.plan import SIMULTANEOUS
 from armillary.plans.units import Page, Table
 from armillary.session.plan_job import JobRequest, assumptions_of, model_to_plan, plan_job, prepared
 from armillary.session.run_folder import write_plan
@@ -55,7 +56,7 @@ def plan_asked(workload: AskedWorkload, plan: AskedPlan, workers: int | None, se
         if rank() == 0:
             refuse_uncut(decided.plan, subject.model, subject.loss, next(iter(subject.draw(1))))
             case = Case(decided.profile, decided.topology, assumptions_of(subject.optimizer, subject.model))
-            is_priced = granted.wanted.rule == PRICE and not granted.owns_loop
+            is_priced = granted.wanted.rule == PRICE and granted.schedule == SIMULTANEOUS
             found = explain(case, granted.wanted) if is_priced else ()
             whole = _whole_plans(case, granted.wanted) if found else {}
             if told.is_json:

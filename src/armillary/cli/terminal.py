@@ -19,7 +19,7 @@ from rich.table import Column
 from rich.table import Table as DrawnTable
 
 from armillary.plans.group import Forecast
-from armillary.plans.plan import Plan
+from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.plans.units import (
@@ -34,7 +34,7 @@ from armillary.plans.units import (
     seconds_text,
     wrapped,
 )
-from armillary.schedules.registry import options_of, owns_loop
+from armillary.schedules.registry import options_of
 from armillary.session.events import Ended, Evaluated, Event, NothingLeft, PlannedJob, Progress, Resumed, Saved, Warned
 from armillary.session.health import health_table
 from armillary.session.report import Comparison, comparison_table
@@ -105,7 +105,7 @@ def decided_page(decided: PlannedJob, is_verbose: bool) -> Page:
     machines = f"{topology.nodes} node(s) of {topology.workers_per_node}, link {speed}"
     memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
     parts = [*decided.plan.page(), f"machines: {machines}, {memory}"]
-    if owns_loop(decided.plan.schedule):
+    if decided.plan.schedule != SIMULTANEOUS:
         parts.append(Picture(options_of(decided.plan).picture()))
     return (*parts, *(decided.profile.page() if is_verbose else ()))
 

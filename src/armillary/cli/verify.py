@@ -8,6 +8,7 @@ from armillary.cli.names import FAILED, UNEQUAL
 from armillary.cli.request import AskedPlan, AskedWorkload
 from armillary.cli.resolve import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.terminal import as_json, console_here, put, tell
+from armillary.plans.plan import SIMULTANEOUS
 from armillary.session.double_precision import ask_for_repeatable
 from armillary.session.plan_job import JobRequest, prepared
 from armillary.session.verification import Verification
@@ -50,7 +51,7 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
     def prepare() -> _Ready:
         task, joined, workers = workload_of(workload), None, count_of(asked.workers)
         granted = job_request_of(plan, workers)
-        if asked.one_batch and granted.owns_loop:
+        if asked.one_batch and granted.schedule != SIMULTANEOUS:
             raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
         task = prepared(task, granted, workers)
         refuse_unnamed(task, granted)

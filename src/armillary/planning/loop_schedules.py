@@ -95,7 +95,7 @@ def _ways(case: Case, micro_batches: int | None) -> Iterator[StepWay]:
     for parts in PARTS if micro_batches is None else (1,):
         cut = replace(case, profile=_cut(case.profile, parts))
         for name, method in SCHEDULES.all().items():
-            if not (method.owns_loop and method.is_cut and "micro_batches" in method.options.knows):
+            if not (method.is_cut and "micro_batches" in method.options.knows):
                 continue
             each = micro_batches or (parts if method.replicates_table else parts * workers)
             if each == 1:  # nothing is cut

@@ -47,7 +47,7 @@ class PlanRequest:
         object.__setattr__(self, "lazy", tuple(self.lazy))  # read more than once
         object.__setattr__(self, "allow", tuple(self.allow))
         priced = {
-            f"schedule {self.schedule}": self.owns_loop,
+            f"schedule {self.schedule}": self.schedule != SIMULTANEOUS,
             "steps_by_run": self.steps_by_run,
             "micro_batches": self.micro_batches is not None,
             "allow": self.allow,

@@ -114,6 +114,7 @@ class Judged:
     tolerance: float = TOLERANCE
     note: str = ""
     acted: tuple[Acted, ...] = ()
+    admitted: tuple[str, ...] = ()
 
 
 def judged(case: Case, trained: Trained, truth: Truth) -> Judged:
@@ -136,7 +137,8 @@ def judged(case: Case, trained: Trained, truth: Truth) -> Judged:
         differences.append(Difference(name, case.label, way, difference, verdict, is_other, is_trained))
     note = NOT_REPEATABLE if trained.is_in_order and not is_exact else ""
     acted = tuple(Acted(case.label, *key, times) for key, times in trained.acts.items())
-    return Judged(tuple(differences), trained.steps, tolerance, note, acted)
+    admitted = tuple(one for one in plan.notes if one.startswith("NOT exact: "))
+    return Judged(tuple(differences), trained.steps, tolerance, note, acted, admitted)
 
 
 def apart(found: Tensor, true: Tensor) -> float:

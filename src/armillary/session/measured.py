@@ -26,11 +26,11 @@ from armillary.planning.staged_clock import ALL_REDUCE
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.layout import Layout, layout_of
-from armillary.plans.plan import Plan
+from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.topology import Topology
 from armillary.plans.trace import Record, Trace
 from armillary.schedules.edges import codes_of
-from armillary.schedules.registry import options_of, owns_loop
+from armillary.schedules.registry import options_of
 from armillary.session.traffic_meter import OTHER, STEP, EdgeLabels
 
 __all__ = [
@@ -123,7 +123,7 @@ def run_forecast(plan: Plan, case: Case, steps: range) -> RunForecast:
     case = replace(case, topology=case.topology.of(plan.workers))
     held = {group.name: group.forecast for group in plan.groups}
     played = simulate(plan, case)
-    if owns_loop(plan.schedule):
+    if plan.schedule != SIMULTANEOUS:
         return _by_edge(plan, played)
     sent, flown = _sent_bytes(plan, played) | _bytes_by_push(plan, case, steps), played.in_flight_seconds
     forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}
@@ -236,7 +236,7 @@ class MeasuredSeconds:
 
 def measured_in(trace: Trace, plan: Plan) -> MeasuredSeconds:
     """The steps of the trace are the plan's."""
-    edges = measured_edges(trace, plan) if owns_loop(plan.schedule) else {}
+    edges = measured_edges(trace, plan)
     steps: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     seldom = {group.name: exchange for group in plan.groups if (exchange := _seldom_pushed(group)) is not None}
     names = EdgeLabels(plan)

@@ -295,7 +295,7 @@ def _refuse_unwatched(model: nn.Module, request: JobRequest) -> None:
     for pattern, constraint in wanted.constraints.items():
         refuse_unknown(pattern, constraint)
     asked = {
-        f"schedule {wanted.schedule.name}": wanted.owns_loop,
+        f"schedule {wanted.schedule.name}": wanted.schedule != SIMULTANEOUS,
         "autotune": request.autotune > 1,
         "steps_by_run": wanted.steps_by_run,
         "micro_batches": wanted.micro_batches is not None,

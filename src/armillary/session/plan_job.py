@@ -27,14 +27,15 @@ from armillary.planning.planner import make_plan, notes_on_hosts
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
-from armillary.plans.plan import Plan, Trainable, model_fingerprint
+from armillary.plans.choice import Choice
+from armillary.plans.plan import SIMULTANEOUS, Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.profiler.probe import profile_concurrently, rates_at_once
 from armillary.profiler.profiler import profile
 from armillary.profiler.unfit_model import makes_collectives
 from armillary.schedules.method import Prepare, ScheduleOptions
-from armillary.schedules.registry import options_of, owns_loop, read
+from armillary.schedules.registry import options_of, read
 from armillary.session.asked_methods import remedies
 from armillary.session.autotune import fastest
 from armillary.session.events import PlannedJob
@@ -86,9 +87,9 @@ class JobRequest:
         refuse_with_rule(self.wanted.rule, priced)
 
     @property
-    def owns_loop(self) -> bool:
-        """Whether the plan, given or to be made, has a schedule that owns the loop."""
-        return self.wanted.owns_loop if self.plan is None else owns_loop(self.plan.schedule)
+    def schedule(self) -> Choice:
+        """Of the plan, given or to be made."""
+        return self.wanted.schedule if self.plan is None else self.plan.schedule
 
 
 def open_transport(process_group: Any = None, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> Transport:
@@ -157,7 +158,7 @@ def _planned(
     if request.plan is not None:
         return {CHOSEN: request.plan.to_json()}
     case, wanted = Case(found, topology, assumptions_of(subject.optimizer, subject.model)), request.wanted
-    if request.autotune < 2 or request.owns_loop:
+    if request.autotune < 2 or request.schedule != SIMULTANEOUS:
         against = _against_by_run(subject, wanted)
         is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
         with _naming_remedies(subject, found, topology):
@@ -190,7 +191,7 @@ def _naming_remedies(subject: ModelToPlan, found: Profile, topology: Topology) -
 
 def _against_by_run(subject: ModelToPlan, wanted: PlanRequest) -> str:
     """Why no schedule that owns the loop may be taken by price; empty if one may, or if none would be."""
-    is_by_price = wanted.steps_by_run and not wanted.owns_loop
+    is_by_price = wanted.steps_by_run and wanted.schedule == SIMULTANEOUS
     if not is_by_price:
         return ""
     against = [*unserved(subject.model, subject.optimizer), *joins_parameters(subject.optimizer)]

@@ -21,7 +21,7 @@ from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.profiler.forward_facts import forward_facts
 from armillary.profiler.profiler import profile
-from armillary.schedules.registry import SCHEDULES, options_of, owns_loop
+from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.session.model_to_plan import ModelToPlan, assumptions_of
 from armillary.stages.stages import refuse_uncut
 
@@ -65,7 +65,7 @@ class _Prices:
     def forecast(self, made: Plan) -> Forecast:
         """Of a step in which every rank takes one batch. A schedule's own step may have more of them, or fewer."""
         total, workers = made.forecast, made.workers
-        share = workers / options_of(made).total(workers) if owns_loop(made.schedule) else 1.0
+        share = workers / options_of(made).total(workers)
         held = needed_bytes(made, self.case)
         seconds = made.step_seconds or total.seconds
         return Forecast(share * total.sent_bytes, held - total.peak_bytes, share * seconds, total.peak_bytes)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from armillary.checkpoint.folder import latest_checkpoint
 from armillary.models.preserved_state import LiveBytes
 from armillary.plans.mesh import DATA, STAGE
+from armillary.plans.plan import SIMULTANEOUS
 from armillary.plans.requests import summed
 from armillary.schedules.random_streams import seed_streams
-from armillary.schedules.registry import options_of, owns_loop
+from armillary.schedules.registry import options_of
 from armillary.session.attach import attach
 from armillary.session.data_check import alike_ranks
 from armillary.session.events import (
@@ -79,8 +80,8 @@ def train(workload: Workload, settings: Settings) -> Iterator[Event]:
     subject = model_to_plan(workload, settings.seed)
     wanted = cache_key(subject.model, subject.optimizer, "train", ())
     settings = resume_plan(settings, wanted)
-    decided = plan_job(subject, replace(settings.request, times_prefetch=not settings.request.owns_loop))
-    loss = workload.loss if owns_loop(decided.plan.schedule) else partial(_finite_loss, workload)
+    decided = plan_job(subject, replace(settings.request, times_prefetch=True))
+    loss = workload.loss if decided.plan.schedule != SIMULTANEOUS else partial(_finite_loss, workload)
     run = attach(
         decided.plan, subject.model, subject.optimizer, loss=loss, example=next(iter(subject.draw(1))),
         seed=settings.seed, topology=decided.topology, profile=decided.profile,

@@ -23,7 +23,7 @@ from armillary.plans.registry import Registry
 from armillary.prefetch.batches import leaves
 from armillary.profiler.probe import Loss
 from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP
-from armillary.schedules.registry import SCHEDULES, options_of
+from armillary.schedules.registry import SCHEDULES
 from armillary.session.data_check import alike_ranks
 from armillary.session.double_precision import InDouble, uniform_plan
 from armillary.session.judged import Case, Judged
@@ -65,37 +65,22 @@ def verify_workload(
     double = InDouble(workload)
     decided = plan_job(model_to_plan(double, seed), request or JobRequest())
     plan = shortened(decided.plan)
-    plans = {_said(plan): plan}
-    if plan.schedule == SIMULTANEOUS:
+    plans, held = {"planned": plan}, VERIFIERS[SCHEDULES[plan.schedule.name].step_mode]
+    if held is verify_hooks:
         exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
         names = exact if exchanges == "every" else exchanges
         plans |= {name: uniform_plan(decided.profile, Choice(name), plan.workers_per_node) for name in names}
     elif global_batch is not None:
         raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
-    held = VERIFIERS[SCHEDULES[plan.schedule.name].step_mode]
     case = Case(double, plan, steps, seed, "", every_bit, None if global_batch is None else InDouble(global_batch))
     found = [held(replace(case, plan=one, label=name)) for name, one in _distinct(plans).items()]
     first, workers, per_node = found[0], plan.workers, plan.workers_per_node
-    admitted = [one for one in plan.notes if one.startswith("NOT exact: ")] if plan.schedule != SIMULTANEOUS else []
     return Verification(
         workload.name, workers, max(one.steps for one in found), first.tolerance,
         tuple(row for one in found for row in one.differences), first.note,
-        tuple(act for one in found for act in one.acted), lowered(decided.plan, plan), tuple(admitted),
+        tuple(act for one in found for act in one.acted), lowered(decided.plan, plan), first.admitted,
         workers // per_node,
     )  # fmt: skip
-
-
-def _said(plan: Plan) -> str:
-    """The plan that was made, beside others that are forced."""
-    options = options_of(plan)
-    if plan.schedule == SIMULTANEOUS:
-        return "planned"
-    if options.method.deals_rows:
-        return f"{plan.schedule}, replayed"
-    said = f"{options.name}, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
-    said += f", {' and '.join(options.corrections)}" if options.corrections else ""
-    said += ", coded edges" if options.edges else ""
-    return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
 
 VERIFIERS: Registry[Callable[[Case], Judged]] = Registry("verification of a driver", __name__)

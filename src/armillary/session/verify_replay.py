@@ -30,7 +30,7 @@ TOLD_STALENESS = 3  # updates that are staler count together
 
 def verify_replay(asked: Case) -> Judged:
     """Every rank must call it."""
-    case = replace(asked, steps=LONGER * asked.steps)
+    case = replace(asked, steps=LONGER * asked.steps, label=f"{asked.plan.schedule}, replayed")
     trained, logs = _train(case)
     engine = trained.run._engine
     assert isinstance(engine, OwnersLoop)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.reference.whole_model import Beside, beside_whole
+from armillary.schedules.method import ScheduleOptions
 from armillary.session.attach import attach
 from armillary.session.judged import Case, Judged, Trained, judged
 from armillary.session.schedule_engine import OwnedLoop
@@ -38,6 +39,7 @@ def verify_schedule(case: Case) -> Judged:
     Raises:
         ValueError: the schedule, the model or the loss do not fit.
     """
+    case = replace(case, label=_said(case.options))
     beside = _beside(case)
     rows = tuple(_rows_beside(beside))
     if any(one.verdict == "differs" for one in rows):
@@ -75,6 +77,13 @@ def _is_summed_in_order(run: OwnedLoop) -> bool:
         return False
     sums = run.workers if run.options.method.is_even else run.options.replicas(run.workers)
     return sums < 3
+
+
+def _said(options: ScheduleOptions) -> str:
+    said = f"{options.name}, slack {options.slack}, {options.micro_batches} micro-batches, {options.stages} stages"
+    said += f", {' and '.join(options.corrections)}" if options.corrections else ""
+    said += ", coded edges" if options.edges else ""
+    return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
 
 def _train(case: Case, rounds_otherwise: bool) -> Trained:

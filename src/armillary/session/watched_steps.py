@@ -26,14 +26,13 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.plans.choice import Choice
 from armillary.plans.parameter import ParameterFact
-from armillary.plans.plan import Plan
+from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.plan_text import number_of
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.profiler import profiler
 from armillary.profiler.loop_watch import LoopWatch, Told
 from armillary.profiler.profiler import watched_profile
-from armillary.schedules.registry import owns_loop
 from armillary.session.drivers import rollback_on_error
 from armillary.session.events import PlannedJob
 from armillary.session.forecast_correction import FROM_STEP, TO_STEP, ForecastCorrection
@@ -216,7 +215,7 @@ class WatchedSteps:
     def _why_unwanted(self, plan: Plan, loop: UserLoop) -> str:
         """What is asked for here that this plan does not do; empty if it may be what the user would get."""
         request, nodes = self.request, self.topology
-        if owns_loop(plan.schedule):
+        if plan.schedule != SIMULTANEOUS:
             return f"its schedule {plan.schedule.name} owns the loop"
         if (plan.workers, plan.workers_per_node) != (nodes.workers, nodes.workers_per_node):
             there, here = (
