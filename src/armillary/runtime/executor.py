@@ -42,7 +42,7 @@ from armillary.runtime.replica_checks import alike
 from armillary.runtime.weight_averaging import meet
 from armillary.tables.lookups import LookUps, NoPrefetch, Prefetch, TableNorms
 from armillary.tables.table import RowTable
-from armillary.transport.in_flight import InFlight, see_through, start_coalesced
+from armillary.transport.in_flight import InFlight, LaunchQueue, see_through, start_coalesced
 from armillary.transport.transport import Transport
 
 __all__ = ["Executor", "RowUnit"]
@@ -95,9 +95,9 @@ class Executor:
     state_wait: Callable[[], RankStates] | None = None  # the wait for what every rank says of itself
     seen: list[tuple[Tensor | None, int]] = field(default_factory=list)  # gradients then, with their versions
     leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
-    flights: list[InFlight] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.queue = LaunchQueue(self.transport)
         self.tables = [unit.table for unit in self.units if isinstance(unit, RowUnit)]
         self.look_ups = LookUps(self.tables, self.transport, self.on_rows, self.prefetch)
         self.norms = TableNorms(self.tables, self.transport, partial(self.look_ups.serve_until, "asking"))
@@ -204,7 +204,7 @@ class Executor:
         if self.is_open:
             return
         self.is_open = True
-        self.flights = []
+        self.queue.flights.clear()
         self.backward.begin()
         for unit in self.units:
             if isinstance(unit, DenseUnit):
@@ -227,8 +227,8 @@ class Executor:
     def _launch_ready(self) -> None:
         if torch._C._current_graph_task_id() != self.task:  # what is still awaited, only the outer backward knows
             return
-        while len(self.flights) < len(self.leaving):
-            unit = self.leaving[len(self.flights)]
+        while len(self.queue.flights) < len(self.leaving):
+            unit = self.leaving[len(self.queue.flights)]
             ready = (
                 unit.bucket.is_ready
                 if isinstance(unit, DenseUnit)
@@ -247,18 +247,14 @@ class Executor:
             self._launch_after_others(unit)
 
     def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
-        if not self.flights:  # before anything is pushed, every rank must have made its look-ups
+        if not self.queue.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight, self._state(self.doing).rest)
             self.prefetch.delay.begin_push()
             self.mean_weight = self._mean_weight() if self.mean == "weights" else 1.0
             self._send_state()
         with torch.no_grad():
             program, requests = self._program(unit)
-        flight = InFlight(program, unit.name, requests - 1)
-        start_coalesced([flight], self.transport)
-        for earlier in self.flights:
-            earlier.advance(self.transport)
-        self.flights.append(flight)
+        self.queue.launch(program, unit.name, requests)
 
     def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
@@ -293,22 +289,22 @@ class Executor:
     def _settle(self, with_tables: bool = True) -> None:
         self._open()
         if not with_tables:
-            begun = len(self.flights)
+            begun = len(self.queue.flights)
             self.leaving[begun:] = [unit for unit in self.leaving[begun:] if isinstance(unit, DenseUnit)]
-        while len(self.flights) < len(self.leaving):
-            self._launch(self.leaving[len(self.flights)])
+        while len(self.queue.flights) < len(self.leaving):
+            self._launch(self.leaving[len(self.queue.flights)])
         with torch.no_grad():
             for unit in self.units:
                 if isinstance(unit, DenseUnit) and not unit.leaves:  # each rank steps by its own
                     self.on_local_grads(unit.bucket.layout.names, [one.grad for one in unit.parameters])
-            see_through(self.flights, self.transport)
+            see_through(self.queue.flights, self.transport)
             self.prefetch.delay.arrive()
-            landed = nonfinite_together([flight.finish(self.transport) for flight in self.flights], self.leaving)
+            landed = nonfinite_together(self.queue.land(), self.leaving)
             self._read_states()
             self.backward.end()
             for unit, result in zip(self.leaving, landed, strict=True):
                 self._apply(unit, result)
-        self.flights = []
+        self.queue.flights.clear()
         self.is_open = self.has_unsynced_grads = False
         self.is_settled = with_tables or not self.tables
         self.settled += 1

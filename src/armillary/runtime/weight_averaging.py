@@ -25,7 +25,7 @@ from armillary.exchanges.parcel import Parcel
 from armillary.plans.requests import AllGather, Program, summed
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.runtime.replica_checks import BufferPlace, buffers_of, write_buffer
-from armillary.transport.in_flight import InFlight, carry_all
+from armillary.transport.in_flight import LaunchQueue
 from armillary.transport.transport import Transport
 
 __all__ = [
@@ -212,11 +212,10 @@ def meet(units: Sequence[object], steps: int, when: Meeting, transport: Transpor
     meeting = [unit for unit in units if isinstance(unit, DenseUnit) and unit.meets(steps, when)]
     parcels = [unit.weigh_in() for unit in meeting]
     _refuse_nonfinite(parcels, steps, transport.place.rank)
-    pushes = [unit.push(parcel, transport.place) for unit, parcel in zip(meeting, parcels, strict=True)]
-    flights = [
-        InFlight(push, unit.name, unit.exchange.requests - 1) for push, unit in zip(pushes, meeting, strict=True)
-    ]
-    for unit, moved in zip(meeting, carry_all(flights, transport), strict=True):
+    queue = LaunchQueue(transport)
+    for unit, parcel in zip(meeting, parcels, strict=True):
+        queue.launch(unit.push(parcel, transport.place), unit.name, unit.exchange.requests)
+    for unit, moved in zip(meeting, queue.land(), strict=True):
         unit.take_weights(moved)
 
 

@@ -22,7 +22,6 @@ parameter that nobody used keeps no gradient, and one that some used counts zero
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from armillary.exchanges.parcel import RankInfo
 from armillary.plans.requests import Scope, along
 from armillary.runtime.bucket import Bucket
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.transport.in_flight import InFlight, see_through
+from armillary.transport.in_flight import LaunchQueue
 from armillary.transport.scopes import Requests
 
 __all__ = ["FlatStage", "Flats", "Means", "Reducer", "StepMeans"]
@@ -195,9 +194,12 @@ class FlatStage:
         return found
 
 
-class _Sent(NamedTuple):
-    bucket: Bucket
-    flight: InFlight
+@dataclass(frozen=True)
+class _Sent:
+    """Of one step."""
+
+    queue: LaunchQueue
+    buckets: list[Bucket] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -216,7 +218,7 @@ class Reducer:
     _opened: int = -1  # the last step of which a gradient has come; likewise
     _released: int = -1
     _closed: int = -1
-    _sent: dict[int, list[_Sent]] = field(default_factory=dict)  # by step
+    _sent: dict[int, _Sent] = field(default_factory=dict)  # by step
     _landed: dict[int, Means] = field(default_factory=dict)  # that nobody has taken yet
 
     def __post_init__(self) -> None:
@@ -252,10 +254,9 @@ class Reducer:
 
     def _land(self, step: int) -> Means:
         sent, found = self._sent.pop(step), dict[nn.Parameter, Tensor]()
-        see_through([flight for _, flight in sent], self.requests)
         with torch.no_grad():
-            for unit, (bucket, flight) in zip(self.units, sent, strict=True):
-                found |= unit.means(flight.finish(self.requests), bucket)
+            for unit, bucket, moved in zip(self.units, sent.buckets, sent.queue.land(), strict=True):
+                found |= unit.means(moved, bucket)
         return found
 
     @property
@@ -266,7 +267,7 @@ class Reducer:
     def _open(self, step: int) -> None:
         if step == self._opened:
             return
-        self._opened, self._sent[step] = step, []
+        self._opened, self._sent[step] = step, _Sent(LaunchQueue(self.requests))
         for unit in self.units:
             unit.open(step + 1)
 
@@ -278,16 +279,15 @@ class Reducer:
             for earlier in [one for one in self._sent if one < step]:
                 self._landed[earlier] = self._land(earlier)
         sent = self._sent[step]
-        while len(sent) < len(self.units) and (self._closed == step or self.units[len(sent)].bucket.is_ready):
+        while (count := len(sent.buckets)) < len(self.units) and (
+            self._closed == step or self.units[count].bucket.is_ready
+        ):
             self._launch(sent)
 
-    def _launch(self, sent: list[_Sent]) -> None:
-        """The next group leaves; what left before makes its next request then."""
-        unit = self.units[len(sent)]
+    def _launch(self, sent: _Sent) -> None:
+        """The next group leaves."""
+        unit = self.units[len(sent.buckets)]
         with torch.no_grad():
             program = unit.push(unit.bucket.seal(self._scale), self.place)
-            flight = InFlight(along(program, self.scope), unit.name, unit.exchange.requests - 1)
-            flight.begin(self.requests)
-        for _, earlier in sent:
-            earlier.advance(self.requests)
-        sent.append(_Sent(unit.bucket, flight))
+            sent.queue.launch(along(program, self.scope), unit.name, unit.exchange.requests)
+        sent.buckets.append(unit.bucket)

@@ -5,14 +5,14 @@ moments that are the same on every rank (design law 8).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from armillary.plans.requests import Labelled, Program, Request
 from armillary.transport.scopes import Requests
 from armillary.transport.transport import Transport, Wait
 
-__all__ = ["InFlight", "carry_all", "see_through", "start_coalesced"]
+__all__ = ["InFlight", "LaunchQueue", "see_through", "start_coalesced"]
 
 
 @dataclass(eq=False)
@@ -73,11 +73,23 @@ def see_through(flights: Sequence[InFlight], requests: Requests) -> None:
             flight.advance(requests)
 
 
-def carry_all(flights: Sequence[InFlight], transport: Transport) -> list[Any]:
-    """From first to last request of all of them, interleaved; what each returned."""
-    for place, flight in enumerate(flights):
-        start_coalesced([flight], transport)
-        for earlier in flights[:place]:
-            earlier.advance(transport)
-    see_through(flights, transport)
-    return [flight.finish(transport) for flight in flights]
+@dataclass(eq=False)
+class LaunchQueue:
+    """Programs in the order in which they leave, the same on every rank. As one leaves, every earlier one that has
+    still requests to make makes its next, so that a link has something to carry while an answer is waited for."""
+
+    requests: Requests
+    flights: list[InFlight] = field(default_factory=list)
+
+    def launch(self, program: Program[Any], label: str, requests: int) -> None:
+        """requests: that the program makes in all."""
+        flight = InFlight(program, label, requests - 1)
+        flight.begin(self.requests)
+        for earlier in self.flights:
+            earlier.advance(self.requests)
+        self.flights.append(flight)
+
+    def land(self) -> list[Any]:
+        """Waits for all of them; what each returned."""
+        see_through(self.flights, self.requests)
+        return [flight.finish(self.requests) for flight in self.flights]
