@@ -25,7 +25,7 @@ from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.job import Job, TrainJob
 from armillary.session.owners_engine import OwnersLoop
-from armillary.session.plan_validation import OF_HOOKS, OF_OWNERS, OF_SCHEDULES, Check, Question, why_unfit
+from armillary.session.plan_validation import OF_HOOKS, OF_OWNERS, OF_SCHEDULES, Check, PlanQuestion, why_unfit
 from armillary.session.schedule_engine import OwnedLoop
 from armillary.session.validation import refuse_on_every_rank
 from armillary.tables.handle import TableHandle, become
@@ -91,7 +91,7 @@ def open_plan(plan: Plan, job: TrainJob, transport: Transport) -> Job:
     driver, model = driver_of(plan), job.model
     for one in members(job.optimizer):
         begin_optimizer_state(one)
-    complaint = why_unfit(driver.checks, Question(plan, job, transport))
+    complaint = why_unfit(driver.checks, PlanQuestion(plan, job, transport))
     refuse_on_every_rank("attach", plan, complaint, transport, job.options)
     rows = materialise(model, job.optimizer, plan, transport)
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}

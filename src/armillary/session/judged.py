@@ -23,7 +23,7 @@ from armillary.session.truth import Truth
 from armillary.session.verification import TOLERANCE, Acted, Acts, Difference, Verdict
 from armillary.session.workload import Batch, TrainBatches, Workload
 
-__all__ = ["RATE_DROP", "Begun", "Case", "Judged", "Trained", "apart", "judged"]
+__all__ = ["RATE_DROP", "Begun", "Judged", "TrainedCase", "VerifiedCase", "apart", "judged"]
 
 RATE_DROP = 0.1
 NOT_REPEATABLE = (
@@ -38,7 +38,7 @@ class Begun(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifiedCase:
     """What both sides train. Where steps are the schedule's, the rate falls after `half` of them.
 
     Args:
@@ -87,7 +87,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedCase:
     """
     Args:
         run: open. mine: what this rank holds, by name. acts: of all ranks.
@@ -117,7 +117,7 @@ class Judged:
     admitted: tuple[str, ...] = ()
 
 
-def judged(case: Case, trained: Trained, truth: Truth) -> Judged:
+def judged(case: VerifiedCase, trained: TrainedCase, truth: Truth) -> Judged:
     """Collective: ends the run. truth: the same on every rank."""
     run, plan, true = trained.run, case.plan, truth.of(trained.run.rank)
     transport = run._transport

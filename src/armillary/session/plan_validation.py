@@ -47,7 +47,7 @@ __all__ = [
     "OF_OWNERS",
     "OF_SCHEDULES",
     "Check",
-    "Question",
+    "PlanQuestion",
     "gradient_hooks",
     "joins_parameters",
     "step_hooks",
@@ -60,7 +60,7 @@ BY = PLAIN["replicated"]
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanQuestion:
     """May this plan be carried out? transport: over which; it asks nobody."""
 
     plan: Plan
@@ -84,10 +84,10 @@ class Question:
         return schedule_of(self.plan)
 
 
-Check = Callable[[Question], Iterator[str]]
+Check = Callable[[PlanQuestion], Iterator[str]]
 
 
-def why_unfit(checks: Iterable[Check], question: Question) -> str:
+def why_unfit(checks: Iterable[Check], question: PlanQuestion) -> str:
     """The first thing that speaks against the plan, with its remedy; empty if there is none."""
     return next((one for check in checks for one in check(question) if one), "")
 
@@ -156,7 +156,7 @@ def _names(hooks: Iterable[Callable[..., Any]]) -> str:
     return ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
 
 
-def _other_nodes(question: Question) -> Iterator[str]:
+def _other_nodes(question: PlanQuestion) -> Iterator[str]:
     """Connections that are made for other nodes than the plan's."""
     wanted, there = question.plan.workers_per_node, question.transport.place.workers_per_node
     if wanted != there:
@@ -166,15 +166,15 @@ def _other_nodes(question: Question) -> Iterator[str]:
         )
 
 
-def _other_job(question: Question) -> Iterator[str]:
+def _other_job(question: PlanQuestion) -> Iterator[str]:
     yield from other_job(question.plan, question.trainable, question.workers)
 
 
-def _uncarried(question: Question) -> Iterator[str]:
+def _uncarried(question: PlanQuestion) -> Iterator[str]:
     yield why_not_carried(question.plan.schedule)
 
 
-def _groups_of_hooks(question: Question) -> Iterator[str]:
+def _groups_of_hooks(question: PlanQuestion) -> Iterator[str]:
     plan, optimizer = question.plan, question.job.optimizer
     for group in plan.groups:
         if group.own_exchange.name in row_exchanges():
@@ -205,7 +205,7 @@ def _no_bucket(group: Group, exchange: DenseExchange, trainable: Mapping[str, nn
         yield f"group {group.name!r} cannot go by {group.exchange}: {reason}; edit the plan, or plan again"
 
 
-def _apart(question: Question) -> Iterator[str]:
+def _apart(question: PlanQuestion) -> Iterator[str]:
     """What asks all ranks in every step, where weights meet and ranks train apart in between."""
     plan, job = question.plan, question.job
     choices = [group.own_exchange for group in plan.groups if group.own_exchange.name in dense_exchanges()]
@@ -277,7 +277,7 @@ def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, 
     )
 
 
-def _lacking(question: Question) -> Iterator[str]:
+def _lacking(question: PlanQuestion) -> Iterator[str]:
     """What neither cuts nor has owners goes behind a loop of the user's, too, which takes the loss itself."""
     job, method = question.job, question.options.method
     lacking = [what for what in ("loss", "example") if getattr(job, what) is None]
@@ -288,7 +288,7 @@ def _lacking(question: Question) -> Iterator[str]:
         )
 
 
-def _unserved_loop(question: Question) -> Iterator[str]:
+def _unserved_loop(question: PlanQuestion) -> Iterator[str]:
     job, who = question.job, f"schedule {question.name} owns the loop"
     if mark := marked(job.model):
         yield f"{who}, and the model {mark}"
@@ -311,7 +311,7 @@ def _unserved_loop(question: Question) -> Iterator[str]:
     yield from (f"{who}, and {one}" for one in habits)
 
 
-def _of_model(question: Question) -> Iterator[str]:
+def _of_model(question: PlanQuestion) -> Iterator[str]:
     tensors = [*question.job.model.parameters(), *question.job.model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         yield f"schedule {question.name} cannot begin from a model on the meta device; build it on a real one"
@@ -319,7 +319,7 @@ def _of_model(question: Question) -> Iterator[str]:
         yield f"schedule {question.name} trains on the CPU alone, and the model lies on {min(away)}"
 
 
-def _unlistable(question: Question) -> Iterator[str]:
+def _unlistable(question: PlanQuestion) -> Iterator[str]:
     """Gradients of a schedule are plain."""
     optimizer = question.job.optimizer
     if any(wants_listed_rows(optimizer, group) for group in optimizer.param_groups if group["params"]):
@@ -329,18 +329,18 @@ def _unlistable(question: Question) -> Iterator[str]:
         )
 
 
-def _stepped_apart(question: Question) -> Iterator[str]:
+def _stepped_apart(question: PlanQuestion) -> Iterator[str]:
     if question.options.method.is_cut or question.options.method.deals_rows:
         yield from (f"schedule {question.name}: {one}" for one in joins_parameters(question.job.optimizer))
 
 
-def _uncorrected(question: Question) -> Iterator[str]:
+def _uncorrected(question: PlanQuestion) -> Iterator[str]:
     """Why an optimizer cannot have a plan's staleness corrections."""
     for correction in question.options.built_corrections():
         yield from filter(None, map(correction.unfit, question.job.optimizer.param_groups))
 
 
-def _groups_of_stages(question: Question) -> Iterator[str]:
+def _groups_of_stages(question: PlanQuestion) -> Iterator[str]:
     """What an edited plan's groups ask for that cannot be done."""
     plan, options = question.plan, question.options
     is_shared = options.replicas(plan.workers) > 1 or any(group.exchange is not None for group in plan.groups)
@@ -367,7 +367,7 @@ def _groups_of_stages(question: Question) -> Iterator[str]:
             yield from _no_bucket(group, exchange, question.trainable)
 
 
-def _no_road(question: Question) -> Iterator[str]:
+def _no_road(question: PlanQuestion) -> Iterator[str]:
     """Stages that cannot send to one another from where they are."""
     away = {parameter.device.type for parameter in question.job.model.parameters()} - {"cpu", "meta"}
     away = {device for device in away if ("world", device) not in question.transport.groups}
@@ -381,7 +381,7 @@ def _no_road(question: Question) -> Iterator[str]:
     )
 
 
-def _without_clock(question: Question) -> Iterator[str]:
+def _without_clock(question: PlanQuestion) -> Iterator[str]:
     """What asks all ranks for something between two calls that all make."""
     name, model = question.name, question.job.model
     if question.transport.check_order:
@@ -394,7 +394,7 @@ def _without_clock(question: Question) -> Iterator[str]:
         )
 
 
-def _rows_of_owners(question: Question) -> Iterator[str]:
+def _rows_of_owners(question: PlanQuestion) -> Iterator[str]:
     optimizer = question.job.optimizer
     for group in question.plan.groups:
         if group.layout == "row_sharded" and (why := _mixes_rows(group, question.trainable, optimizer)):

@@ -26,7 +26,7 @@ from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP
 from armillary.schedules.registry import SCHEDULES
 from armillary.session.data_check import alike_ranks
 from armillary.session.double_precision import InDouble, uniform_plan
-from armillary.session.judged import Case, Judged
+from armillary.session.judged import Judged, VerifiedCase
 from armillary.session.plan_job import JobRequest, model_to_plan, open_transport, plan_job
 from armillary.session.verification import Verification, lowered, shortened
 from armillary.session.verify_hooks import verify_hooks
@@ -72,7 +72,9 @@ def verify_workload(
         plans |= {name: uniform_plan(decided.profile, Choice(name), plan.workers_per_node) for name in names}
     elif global_batch is not None:
         raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
-    case = Case(double, plan, steps, seed, "", every_bit, None if global_batch is None else InDouble(global_batch))
+    case = VerifiedCase(
+        double, plan, steps, seed, "", every_bit, None if global_batch is None else InDouble(global_batch)
+    )
     found = [held(replace(case, plan=one, label=name)) for name, one in _distinct(plans).items()]
     first, workers, per_node = found[0], plan.workers, plan.workers_per_node
     return Verification(
@@ -83,7 +85,7 @@ def verify_workload(
     )  # fmt: skip
 
 
-VERIFIERS: Registry[Callable[[Case], Judged]] = Registry("verification of a driver", __name__)
+VERIFIERS: Registry[Callable[[VerifiedCase], Judged]] = Registry("verification of a driver", __name__)
 VERIFIERS.register(USER_LOOP, verify_hooks)
 VERIFIERS.register(OWNED_LOOP, verify_schedule)
 VERIFIERS.register(PARAMETER_SERVER, verify_replay)

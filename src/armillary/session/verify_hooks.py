@@ -15,7 +15,7 @@ from torch import Tensor
 
 from armillary.plans.requests import summed
 from armillary.session.attach import attach
-from armillary.session.judged import Case, Judged, Trained, judged
+from armillary.session.judged import Judged, TrainedCase, VerifiedCase, judged
 from armillary.session.run import Run
 from armillary.session.truth import SeededBatch, Truth, coded_rows, departs, one_process, replicas, seeded_loss
 from armillary.session.verification import Acts, acts_of, watched
@@ -29,13 +29,13 @@ TWICE = 2
 LONGER = 4
 
 
-def verify_hooks(case: Case) -> Judged:
+def verify_hooks(case: VerifiedCase) -> Judged:
     """Every rank must call it."""
     trained = _train(case)  # what departs is held to an oracle of its own, which the page says
     return replace(judged(case, trained, _truth(case, trained)), admitted=())
 
 
-def _truth(case: Case, trained: Trained) -> Truth:
+def _truth(case: VerifiedCase, trained: TrainedCase) -> Truth:
     transport, steps = trained.run._transport, trained.steps
     if departs(case.plan):
         return by_rank_zero(transport, partial(replicas, case.workload, case.plan, steps, case.seed))
@@ -45,7 +45,7 @@ def _truth(case: Case, trained: Trained) -> Truth:
     return case.truths[steps]
 
 
-def _train(case: Case) -> Trained:
+def _train(case: VerifiedCase) -> TrainedCase:
     """For so many steps; longer while something happened less than twice and there are steps to take."""
     model, optimizer = case.begun()
     run = attach(case.plan, model, optimizer, check_order=True)
@@ -65,7 +65,7 @@ def _train(case: Case) -> Trained:
     ways = {name: str(group.exchange) for group in plan.groups for name in group.parameters}
     others = {name for group in plan.groups if group.departures for name in group.parameters} if departs(plan) else ()
     held = {name: whole[name] for name in plan.parameters}
-    return Trained(run, taken, held, acts, ways, frozenset(others), is_in_order=False)
+    return TrainedCase(run, taken, held, acts, ways, frozenset(others), is_in_order=False)
 
 
 def _whole(run: Run) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any
 from armillary.plans.update_log import Event, UpdateLog, faults, staleness
 from armillary.reference.replay import Replay, replayed
 from armillary.session.attach import attach
-from armillary.session.judged import RATE_DROP, Case, Judged, Trained, judged
+from armillary.session.judged import RATE_DROP, Judged, TrainedCase, VerifiedCase, judged
 from armillary.session.owners_engine import OwnersLoop
 from armillary.session.truth import Truth
 from armillary.session.verification import Acts, Difference, Verdict
@@ -28,7 +28,7 @@ LONGEST_PAUSE = 0.01  # seconds
 TOLD_STALENESS = 3  # updates that are staler count together
 
 
-def verify_replay(asked: Case) -> Judged:
+def verify_replay(asked: VerifiedCase) -> Judged:
     """Every rank must call it."""
     case = replace(asked, steps=LONGER * asked.steps, label=f"{asked.plan.schedule}, replayed")
     trained, logs = _train(case)
@@ -52,7 +52,7 @@ def _acts(logs: Sequence[UpdateLog]) -> dict[str, int]:
     return acts | {f"steps of staleness {TOLD_STALENESS} or more": more}
 
 
-def _train(case: Case) -> tuple[Trained, Sequence[UpdateLog]]:
+def _train(case: VerifiedCase) -> tuple[TrainedCase, Sequence[UpdateLog]]:
     model, optimizer = case.begun()
     rates = case.rates(optimizer)
     example = next(case.feed(0))
@@ -68,10 +68,10 @@ def _train(case: Case) -> tuple[Trained, Sequence[UpdateLog]]:
     with engine.newest():
         mine = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     acts = Acts({(case.plan.schedule.name, what): times for what, times in _acts(logs).items()})
-    return Trained(run, case.steps, mine, acts, {}, frozenset(), is_in_order=True), logs
+    return TrainedCase(run, case.steps, mine, acts, {}, frozenset(), is_in_order=True), logs
 
 
-def _replayed(case: Case, engine: OwnersLoop, logs: Sequence[UpdateLog]) -> Truth:
+def _replayed(case: VerifiedCase, engine: OwnersLoop, logs: Sequence[UpdateLog]) -> Truth:
     model, optimizer = case.begun()
     batches: list[list[Batch]] = []
     for worker in range(case.plan.workers):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from armillary.reference.whole_model import Beside, beside_whole
 from armillary.schedules.method import ScheduleOptions
 from armillary.session.attach import attach
-from armillary.session.judged import Case, Judged, Trained, judged
+from armillary.session.judged import Judged, TrainedCase, VerifiedCase, judged
 from armillary.session.schedule_engine import OwnedLoop
 from armillary.session.stage_setup import cut_model
 from armillary.session.truth import ScheduleTruth, Truth, WholeTruth, departing, is_whole, note_norms, quiet_of
@@ -33,7 +33,7 @@ __all__ = ["verify_schedule"]
 MOST_BESIDE = 4  # micro-batches
 
 
-def verify_schedule(case: Case) -> Judged:
+def verify_schedule(case: VerifiedCase) -> Judged:
     """Every rank must call it.
 
     Raises:
@@ -51,7 +51,7 @@ def verify_schedule(case: Case) -> Judged:
     return replace(found, differences=(*rows, *found.differences))
 
 
-def _beside(case: Case) -> Beside:
+def _beside(case: VerifiedCase) -> Beside:
     """The stages beside the whole model, on the micro-batches of a step. A model that is not cut is whole anyway."""
     if not case.options.method.is_cut:
         return Beside({}, frozenset(), "", draws=True)
@@ -86,7 +86,7 @@ def _said(options: ScheduleOptions) -> str:
     return said if options.clip is None else f"{said}, clipped at {options.clip.max_norm:g} by {options.clip.by}"
 
 
-def _train(case: Case, rounds_otherwise: bool) -> Trained:
+def _train(case: VerifiedCase, rounds_otherwise: bool) -> TrainedCase:
     """rounds_otherwise: stages make other bits than the whole model that they are held to."""
     model, optimizer = case.begun()
     rates = case.rates(optimizer)
@@ -111,10 +111,10 @@ def _train(case: Case, rounds_otherwise: bool) -> Trained:
     lossy = {name: str(choice) for group, choice in departing(case.plan) for name in group.parameters}
     is_in_order = _is_summed_in_order(engine) and not rounds_otherwise
     everyones = acts_of(engine.transport.share(acts))
-    return Trained(run, case.steps, mine, everyones, lossy, frozenset(lossy), is_in_order)
+    return TrainedCase(run, case.steps, mine, everyones, lossy, frozenset(lossy), is_in_order)
 
 
-def _truth(case: Case, is_held_whole: bool) -> Truth:
+def _truth(case: VerifiedCase, is_held_whole: bool) -> Truth:
     """What every process must hold at the end: one for all, but where workers keep buffers of their own."""
     model, optimizer = case.begun()
     rates = case.rates(optimizer)

@@ -40,7 +40,7 @@ from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
 from armillary.session.plan_job import assumptions_of
-from armillary.session.plan_validation import OF_HOOKS, Question, why_unfit
+from armillary.session.plan_validation import OF_HOOKS, PlanQuestion, why_unfit
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable
@@ -271,7 +271,7 @@ def _permitted(constraint: Constraint | None) -> Collection[str]:
 
 
 def _why_unfit(plan: Plan, loop: UserLoop) -> str:
-    return why_unfit(OF_HOOKS, Question(plan, loop.job, loop.transport))
+    return why_unfit(OF_HOOKS, PlanQuestion(plan, loop.job, loop.transport))
 
 
 def _move(loop: UserLoop, plan: Plan) -> None:
