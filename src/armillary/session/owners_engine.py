@@ -34,7 +34,7 @@ from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch, device_of
 from armillary.stages.train_spec import StepLosses
 from armillary.tables.handle import TableHandle, become
-from armillary.tables.optimizer_state import Held, parameter_names, plain
+from armillary.tables.optimizer_state import Held, named_groups, parameter_names
 from armillary.tables.table import RowTable
 from armillary.transport.mailbox import OwnerMailbox
 from armillary.transport.transport import Transport
@@ -230,10 +230,8 @@ class OwnersLoop:
         """Collective. Inside, on every rank: "model", a whole state_dict, and "optimizer", by name."""
         with self.newest():
             state = self._states()
-            groups, names = [], iter(self.names)
-            for group in self.optimizer.param_groups:
-                options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-                groups.append({**options, "params": [next(names) for _ in group["params"]]})
+            sizes = (len(group["params"]) for group in self.optimizer.param_groups)
+            groups = named_groups(self.optimizer, self.names, sizes)
             ordered = {name: state[name] for name in self.names if state.get(name)}
             yield {"model": dict(self.model.state_dict()), "optimizer": {"state": ordered, "param_groups": groups}}
 

@@ -34,7 +34,7 @@ from armillary.session.traffic_meter import MANY_RECORDS, EdgeLabels, TrafficMet
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.optimizer_state import Held, parameter_names, plain
+from armillary.tables.optimizer_state import Held, named_groups, parameter_names
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
 
@@ -271,10 +271,7 @@ class OwnedLoop:
         for stage, owner in zip(self.parts.stages, self.owners, strict=True):  # one stage at a time on the network
             held = {name: mine[name] for name in stage.names.values() if name in mine and name not in state}
             state.update(self.transport.share(held if self.rank == owner else None)[owner])
-        groups, names = [], iter(self.names)
-        for given, group in zip(self._groups, self.optimizer.param_groups):
-            options = {key: plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**options, "params": [next(names) for _ in given["params"]]})
+        groups = named_groups(self.optimizer, self.names, (len(given["params"]) for given in self._groups))
         ordered = {name: state[name] for name in self.names if name in state}
         with self.newest():
             model = dict(self.model.state_dict())

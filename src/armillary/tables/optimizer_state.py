@@ -8,7 +8,8 @@ a table is this rank's shard or a window. So state is told apart into what is sh
 step count), which is the same on every rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ __all__ = [
     "by_index",
     "by_name",
     "close_window",
+    "named_groups",
     "open_window",
     "parameter_names",
     "plain",
@@ -168,6 +170,18 @@ def by_name(state_dict: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     name_of = dict(zip(numbers, names, strict=True))
     groups = [{**group, "params": [name_of[n] for n in group["params"]]} for group in state_dict["param_groups"]]
     return {"state": {name_of[n]: dict(value) for n, value in state_dict["state"].items()}, "param_groups": groups}
+
+
+def named_groups(optimizer: Optimizer, names: Sequence[str], sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """The options of every group, as they are now, with the names of its parameters. sizes: how many each has."""
+    rest = iter(names)
+    return [
+        {
+            **{key: plain(value) for key, value in group.items() if key not in ("params", "param_names")},
+            "params": list(islice(rest, size)),
+        }
+        for group, size in zip(optimizer.param_groups, sizes)
+    ]
 
 
 def by_index(named: Mapping[str, Any], names: list[str], optimizer: Optimizer) -> dict[str, Any]:
