@@ -58,7 +58,7 @@ class OwnersLoop:
         self.plan, self.job, self.transport = plan, job, transport
         self.model, self.optimizer = job.model, job.optimizer
         self.options = schedule_of(plan)
-        self.traffic_meter, self.averages = TrafficMeter(plan, is_timed=False), dict[str, Average]()
+        self.traffic_meter, self.averages = TrafficMeter(plan), dict[str, Average]()
         self.tables: Mapping[str, RowTable] = {}
         self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})

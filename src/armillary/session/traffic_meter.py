@@ -67,7 +67,7 @@ class TrafficMeter:
     """Adds up the records of this rank by group. records: those of the last `window` steps, or of two whole periods,
     for the trace."""
 
-    def __init__(self, plan: Plan, window: int = 50, is_timed: bool = True):
+    def __init__(self, plan: Plan, window: int = 50):
         self.period = _period_of(plan)
         window = window if self.period == 1 else max(window, 2 * self.period + 1)
         self.groups = {group.name for group in plan.groups}
@@ -77,7 +77,7 @@ class TrafficMeter:
         self.seconds: dict[str, float] = defaultdict(float)
         self.records: list[Record] = []
         self.step_records: deque[Record] = deque(maxlen=window)
-        self.steps, self.is_timed = 0, is_timed
+        self.steps, self.is_timed = 0, plan.consensus != "owners"  # nobody records their letters
         self._ended: deque[float] = deque(maxlen=TIMED_STEPS + 1)  # when the last steps were over
         self.sent_bytes = 0.0  # by this rank, in all
         self._told = _Told()
