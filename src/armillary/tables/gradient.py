@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["METADATA", "AccumulatedGradient", "GradientHandle", "NormSource"]
+__all__ = ["METADATA", "GradientHandle", "NormSource"]
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_sparse", "is_cuda", "is_meta",
@@ -53,19 +53,22 @@ class NormSource(Protocol):
 
     def gradient_norms(self, order: float) -> Tensor: ...
 
+    def drop_accumulated(self) -> None: ...
+
 
 class GradientHandle(Tensor):
-    """kept: gradient of the rows (or of the window) that this rank's optimizer holds.
+    """kept: gradient of the rows (or of the window) that this rank's optimizer holds; None while it accumulates, when
+    the handle is seen for a moment.
 
     The table is known weakly: it holds the parameter whose `.grad` this is, a circle that no collector sees.
     """
 
-    kept: Tensor
+    kept: Tensor | None
     _known: "weakref.ref[NormSource]"
     _epoch: int
 
     @staticmethod
-    def __new__(cls, table: NormSource, like: Tensor, local: Tensor) -> "GradientHandle":
+    def __new__(cls, table: NormSource, like: Tensor, local: Tensor | None) -> "GradientHandle":
         gradient: GradientHandle = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         gradient._known, gradient._epoch, gradient.kept = weakref.ref(table), table.epoch, local
         return gradient
@@ -82,10 +85,10 @@ class GradientHandle(Tensor):
         return table
 
     @property
-    def local(self) -> Tensor:
+    def local(self) -> Tensor | None:
         """The whole of `kept`. Until a step has taken it, that is the table's gradient, whatever has been added."""
         table = self._known()
-        if table is None or table.epoch != self._epoch or table.gradient is None:
+        if self.kept is None or table is None or table.epoch != self._epoch or table.gradient is None:
             return self.kept
         table.join()
         assert table.gradient is not None
@@ -102,13 +105,14 @@ class GradientHandle(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", str(func))
-        if func in _ITSELF:
-            return args[0]
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if accumulating := _accumulating(args):
+            return _dropped(accumulating, name, args)
+        if func in _ITSELF:
+            return args[0]
         if name == "_foreach_norm":
             return [torch.linalg.vector_norm(gradient, *args[1:], **kwargs) for gradient in args[0]]
         if name in ("vector_norm", "linalg_vector_norm", "norm"):
@@ -122,6 +126,8 @@ class GradientHandle(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if accumulating := _accumulating(args):
+            return _dropped(accumulating, str(func), args)
         raise _refusal(args[0] if args else None, str(func))
 
 
@@ -132,6 +138,29 @@ def _refusal(gradient: Any, operation: str) -> NotImplementedError:
         "mul_, div_, clamp_ and zero_ work (clip_grad_norm_, clip_grad_value_). If an optimizer asks that was made "
         "since the run began: the run steps only those it was given; call run.close(), then attach the new one"
     )
+
+
+def _flat(args: Any) -> list[Any]:
+    return [one for arg in args for one in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
+
+
+def _accumulating(args: Any) -> list[GradientHandle]:
+    return [one for one in _flat(args) if isinstance(one, GradientHandle) and one.kept is None]
+
+
+def _dropped(accumulating: Sequence[GradientHandle], name: str, args: Sequence[Any]) -> Any:
+    """What waits in look-ups can be dropped, and nothing else."""
+    if name not in ("zero_", "_foreach_zero_"):
+        raise RuntimeError(
+            f"{', '.join(one.table.name for one in accumulating)}: {name} of a gradient that accumulates on this rank "
+            "and was not exchanged (run.no_sync); ask after the backward outside it, or set it to None"
+        )
+    for one in accumulating:
+        one.table.drop_accumulated()
+    known = {id(one) for one in accumulating}
+    if others := [one for one in _flat(args) if id(one) not in known]:
+        torch._foreach_zero_(others)
+    return args[0]
 
 
 def _local(arg: Any) -> Any:
@@ -147,66 +176,3 @@ def _norm(gradient: GradientHandle, ord: Any = 2, dim: Any = None, *args: Any, *
         raise _refusal(gradient, f"norm of order {order} over dim {dim}")
     gradient.table.join()
     return gradient.table.gradient_norms(order)
-
-
-class Accumulator(Protocol):
-    """The table behind it."""
-
-    name: str
-
-    def drop_accumulated(self) -> None: ...
-
-
-class AccumulatedGradient(Tensor):
-    """Seen for a moment, as `handle.grad`."""
-
-    table: Accumulator
-
-    @staticmethod
-    def __new__(cls, table: Accumulator, like: Tensor) -> "AccumulatedGradient":
-        gradient: AccumulatedGradient = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
-        gradient.table = table
-        return gradient
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"AccumulatedGradient({self.table.name!r}, shape={tuple(self.shape)})"
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        name, found = getattr(func, "__name__", str(func)), _all_in(args)
-        if name in ("zero_", "_foreach_zero_"):
-            for one in found:
-                one.table.drop_accumulated()
-            others = [one for one in _flat(args) if not isinstance(one, AccumulatedGradient)]
-            if others:
-                torch._foreach_zero_(others)
-            return args[0]
-        raise RuntimeError(
-            f"{', '.join(one.table.name for one in found)}: {name} of a gradient that accumulates on this rank and was "
-            "not exchanged (run.no_sync); ask after the backward outside it, or set it to None"
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return cls.__torch_function__(func, types, args, kwargs)
-
-
-def _flat(args: Any) -> list[Any]:
-    return [one for arg in args for one in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
-
-
-def _all_in(args: Any) -> list[AccumulatedGradient]:
-    return [one for one in _flat(args) if isinstance(one, AccumulatedGradient)]

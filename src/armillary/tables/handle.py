@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
-from armillary.tables.gradient import METADATA, AccumulatedGradient, GradientHandle
+from armillary.tables.gradient import METADATA, GradientHandle
 from armillary.tables.row_values import RowValues, as_ddp, reads_rows
 
 __all__ = ["Reader", "TableHandle", "become", "why_fixed"]
@@ -104,10 +104,10 @@ class TableHandle(Tensor):
         return format(repr(self), spec)
 
     @property
-    def grad(self) -> "GradientHandle | AccumulatedGradient | None":
+    def grad(self) -> "GradientHandle | None":
         local = self.reader.gradient
-        if local is None:
-            return AccumulatedGradient(self.reader, self) if self.reader.accumulates else None
+        if local is None and not self.reader.accumulates:
+            return None
         return GradientHandle(self.reader, self, local)
 
     @grad.setter
