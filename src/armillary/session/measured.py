@@ -236,10 +236,10 @@ class MeasuredSeconds:
 
 def measured_in(trace: Trace, plan: Plan) -> MeasuredSeconds:
     """The steps of the trace are the plan's."""
-    edges = measured_edges(trace, plan)
+    names = EdgeLabels(plan)
+    edges = measured_edges(trace, plan) if any(map(names.edge_of, trace.groups)) else {}
     steps: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     seldom = {group.name: exchange for group in plan.groups if (exchange := _seldom_pushed(group)) is not None}
-    names = EdgeLabels(plan)
     for (label, step), seconds in trace.joint_seconds().items():
         if not names.edge_of(label):
             steps[label if label == STEP else names.group_of(label)][f"step {step}"] += seconds
