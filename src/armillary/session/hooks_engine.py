@@ -111,7 +111,6 @@ class UserLoop:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate on this rank; the first backward outside exchanges the sum (as DDP's no_sync)."""
         before, self.executor.is_syncing = self.executor.is_syncing, False
         try:
             yield
@@ -119,12 +118,6 @@ class UserLoop:
             self.executor.is_syncing = before
 
     def weigh(self, weight: float) -> None:
-        """Declares the weight of this rank's next backward, for example its number of tokens.
-
-        Raises:
-            ValueError: the plan's mean is over workers, the weight is negative, or gradients of another weight have
-                accumulated.
-        """
         if self.plan.mean != "weights":
             raise ValueError("run.weigh: the plan averages over workers; plan with mean='weights'")
         if weight < 0:
@@ -137,26 +130,9 @@ class UserLoop:
         self.executor.weight = float(weight)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, as many as the longest rank has.
-
-        A rank whose data have run out repeats its last batch with weight zero, so that the loop, the optimizer and the
-        schedulers go on alike everywhere. With the mean over workers the divisor stays the number of workers (as
-        DDP's join).
-
-        If the plan prefetches, the loader may be three batches ahead of the loop (see `Source`). A loop that saves its
-        place in the data must then save that of the batch it holds: iterate over pairs of a batch and its place.
-
-        Raises:
-            ValueError: this rank has no batch at all; there is nothing it could repeat.
-        """
         return even_batches(lambda: self.executor, loader, self.first, self._left)
 
     def step(self, batches: Sequence[MicroBatch]) -> list[StepLosses]:
-        """One training step over these micro-batches of this rank, with the mean of their gradients.
-
-        Raises:
-            ValueError: there is none, or nobody gave the loss.
-        """
         if self.loss is None:
             raise ValueError(
                 "run.step: nobody said what the loss is; give loss=loss(model, batch) to attach, or keep a loop of "

@@ -33,17 +33,7 @@ HALF = "the run is now half loaded: load again"
 
 
 def load(run: Job, path: str | Path | None) -> dict[str, Any]:
-    """Collective, between two steps. Loads a checkpoint folder, or a file that `torch.save` made of a model's
-    state_dict or of {"model": state_dict, "optimizer": state_dict}.
-
-    Returns:
-        What this rank's loop gave to `save`. A rank that the saving job did not have gets rank 0's: fit for counters
-        and schedulers, not for random streams. From a plain file what else it holds; empty where the path is None.
-
-    Raises:
-        ValueError: it is not whole, or does not fit; the message names the rank that found out. Nothing was loaded.
-        RuntimeError: a rank could not read it.
-    """
+    """See `Run.load`."""
     with run.as_it_was():
         return _loaded(run, path)
 

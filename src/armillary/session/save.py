@@ -77,17 +77,7 @@ class CheckpointEvery:
 
 
 def export(run: Job) -> dict[str, Any] | None:
-    """Collective, between two steps.
-
-    Returns:
-        On rank 0, copies on the CPU: {"model": state_dict, "optimizer": state_dict}, which the user's own classes load
-        by `load_state_dict` and `torch.save` writes. None on the other ranks. Of several optimizers "optimizer" is a
-        list, in the order in which they were given.
-
-    Raises:
-        ValueError: the optimizer holds a parameter that the model does not.
-        RuntimeError: ranks no longer hold alike what the plan keeps alike.
-    """
+    """See `Run.export`. Of several optimizers "optimizer" is a list, in the order in which they were given."""
     names = run.names
     run.settle()
     refuse_apart(run, "run.export")
@@ -132,20 +122,8 @@ def _copied(value: Any) -> Any:
 
 
 def save(run: Job, folder: str | Path, *, loop: Mapping[str, Any] | None = None, keep: int = 3) -> Path:
-    """Collective, between two steps. Writes `folder/step-00001234/`; when it returns, the checkpoint is whole, on the
-    disk, and the newest; an error at any moment leaves the older ones as they were.
-
-    Args:
-        folder: seen by every worker (a shared file system if they run on several machines).
-        loop: what this rank's loop wants back on resume (scheduler and scaler state_dicts, random state, place in the
-            data): plain values and tensors. Each rank gives its own.
-        keep: how many of the newest checkpoints in `folder` stay.
-
-    Raises:
-        ValueError: ranks disagree on what to save, or something in it could not be loaded. RuntimeError: a rank could
-            not write; the message names it. Or ranks no longer hold alike what the plan keeps alike: what rank 0 (and
-            owners of rows) hold is then in a folder whose name says so, and no older one is removed.
-    """
+    """See `Run.save`. Where ranks have come apart, what rank 0 (and owners of rows) hold is in the folder that is never
+    the newest, and no older one is removed."""
     folder, loop = Path(folder), {} if loop is None else loop
     if keep < 1:
         raise ValueError(f"save: want to keep at least 1 checkpoint, got {keep}")
