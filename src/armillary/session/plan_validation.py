@@ -281,7 +281,7 @@ def _lacking(question: PlanQuestion) -> Iterator[str]:
     """What neither cuts nor has owners goes behind a loop of the user's, too, which takes the loss itself."""
     job, method = question.job, question.options.method
     lacking = [what for what in ("loss", "example") if getattr(job, what) is None]
-    if job.loss is None if method.deals_rows else lacking and (method.is_cut or len(lacking) == 1):
+    if job.loss is None if method.placement.deals_rows else lacking and (method.is_cut or len(lacking) == 1):
         yield (
             f"schedule {question.name} owns the loop and needs {' and '.join(lacking)}: attach(plan, model, optimizer, "
             "loss=loss, example=micro_batch), then run.step(micro_batches); or plan without a schedule"
@@ -315,7 +315,7 @@ def _of_model(question: PlanQuestion) -> Iterator[str]:
     tensors = [*question.job.model.parameters(), *question.job.model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         yield f"schedule {question.name} cannot begin from a model on the meta device; build it on a real one"
-    if question.options.method.deals_rows and (away := {tensor.device.type for tensor in tensors} - {"cpu"}):
+    if question.options.method.placement.deals_rows and (away := {tensor.device.type for tensor in tensors} - {"cpu"}):
         yield f"schedule {question.name} trains on the CPU alone, and the model lies on {min(away)}"
 
 
@@ -330,7 +330,7 @@ def _unlistable(question: PlanQuestion) -> Iterator[str]:
 
 
 def _stepped_apart(question: PlanQuestion) -> Iterator[str]:
-    if question.options.method.is_cut or question.options.method.deals_rows:
+    if question.options.method.is_cut or question.options.method.placement.deals_rows:
         yield from (f"schedule {question.name}: {one}" for one in joins_parameters(question.job.optimizer))
 
 
