@@ -190,8 +190,9 @@ def launched(rank, ranks, timeout, away):
 
 
 def test_joined_opens_the_job_that_torchrun_starts():
-    assert [one.out for one in Job(2, launched, 60.0, None).ended()] == ["12\n"] * 2
-    assert "rank 1 did not call joined" in Job(2, launched, 2.0, 1).ended()[0].out
+    whole, lacking = Job(2, launched, 60.0, None), Job(2, launched, 2.0, 1)
+    assert [one.out for one in whole.ended()] == ["12\n"] * 2
+    assert "rank 1 did not call joined" in lacking.ended()[0].out
 
 
 def test_fault_labels_that_are_a_batch_late_are_seen(monkeypatch):
