@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from armillary.planning.activities import activities
 from armillary.planning.link_costs import staying_share
 from armillary.planning.planner import plan
 from armillary.planning.prefetch import prefetching, with_announcements
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case
-from armillary.planning.simulator import activities, simulate
+from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Link, Profile, StageFact
 from planning_cases import LINKS_ONLY, dense, machines, row_facts, table
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.planning.activities import least_seconds
 from armillary.planning.candidates import Candidate, Question, allowed, candidates
 from armillary.planning.constraints import allows, why_not, why_not_by_row
 from armillary.planning.demand import MAY_BE_ALLOWED
 from armillary.planning.grouping import consensus_of, dense_group, is_ownerless
 from armillary.planning.memory import needed_bytes
 from armillary.planning.pricing import Case, dense_forecast, idle_round
-from armillary.planning.simulator import least_seconds, simulate
+from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Group
 from armillary.plans.parameter import ParameterFact

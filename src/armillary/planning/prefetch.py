@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
 from armillary.exchanges.look_up import PREDICTED, announcement_bytes, round_leg
+from armillary.planning.activities import payer
 from armillary.planning.link_costs import leg_seconds, staying_share
 from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_forecast, row_work
-from armillary.planning.simulator import payer, simulate
+from armillary.planning.simulator import simulate
 from armillary.plans.group import Forecast, Group, PrefetchKind
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile

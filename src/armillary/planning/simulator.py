@@ -1,186 +1,66 @@
-"""Plays one step of a plan against a clock: what the processor does, what is on the links meanwhile, what is exposed.
+"""Plays a step of a plan against a clock: what each processor and link does, what is exposed.
 
-All ranks do the same in a simultaneous schedule, so one rank stands for any number of them: the one whose link is
-busiest. Tables are pulled before the stage that reads them; gradients are packed and pushed, in the plan's order, as
-backward makes them, and take the processor for what compute cannot hide of them; what an exchange brought is merged and
-the optimizer steps when backward is over, as `runtime/executor` does. Of a push only the first request leaves
-with its gradients: each of the others waits for the next launch, or for the end of backward. Tables that prefetch do
-so as `tables/lookups` does, in the midst of a loop: every step carries a part of the batch at hand, of the
-next and of the one after. Exchanges are not run: their requests and bytes are those of pricing (design 2.2).
+Every plan is a list of instructions a rank, those that the interpreter carries out, and whoever is earliest goes on. A
+letter moves when it is sent, its receiver has made room and the sender's link is free; links carry one letter after
+another, latency included. Where steps overlap, what is shown is a step in the midst of several.
 
-A plan whose schedule is lowered to lists of instructions goes to `staged_clock.py`, which plays all ranks.
+In a loop of the user's own all ranks do the same, so one list and one rank stand for any number of them: the one whose
+link is busiest. What is exchanged there group by group is in `group_clock.py`.
 
-Departures: one request at a time on a link; what is asked for two steps early is in flight to the end of one.
-
-What one group does in a step, piece by piece: the seconds of its forecast, taken apart in the order of their time.
-
-Pricing adds up what a group costs; the simulator has to know what of it comes before forward and what after backward,
-what is on which link and what on the processor. The pieces add up to the forecast.
+Departures: ranks of a node do not share its card. A rank finds its caches colder than the profile did, the more
+micro-batches are on their way: up to a sixth of a backward on a small model.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import count
 from types import MappingProxyType
-from typing import NamedTuple
 
-from armillary.exchanges.averaged_gradients import crossings, packed_share
-from armillary.exchanges.dense import DenseExchange, Leg
-from armillary.exchanges.exchange import build_dense, row_exchanges
-from armillary.exchanges.look_up import announcement_bytes, round_leg
-from armillary.planning.clock import OUTSIDE, Clock, Request, Simulation, Transfer, backward_pieces
-from armillary.planning.link_costs import busy
+from armillary.planning.activities import StageCosts, Step, costs_of
+from armillary.planning.clock import BusySpan, Clock, Simulation, Transfer
+from armillary.planning.group_clock import Flown, GroupClock, Push
 from armillary.planning.owner_clock import play_owned
-from armillary.planning.pricing import (
-    Case,
-    coding_seconds,
-    dense_update_seconds,
-    idle_leg,
-    index_seconds,
-    pack_seconds,
-    predict_seconds_of,
-    row_update_seconds,
-    row_work,
-)
-from armillary.planning.staged_clock import play
+from armillary.planning.pricing import Case
+from armillary.planning.stage_costs import coding_seconds_of, sent_over
 from armillary.plans.group import Forecast, Group
-from armillary.plans.layout import Layout, layout_of
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
-from armillary.plans.topology import Topology
-from armillary.schedules.registry import SCHEDULES, owns_loop
+from armillary.plans.topology import Link
+from armillary.schedules.edges import EdgeCode, codes_of
+from armillary.schedules.instructions import ARRIVED, SUMS, TOKENS, Holdings, Instruction, Letter, operation
+from armillary.schedules.lowering import Lowering
+from armillary.schedules.registry import SCHEDULES, options_of
+from armillary.schedules.routes import NORM_BYTES
+from armillary.schedules.schedule import Cell
 
-__all__ = ["LOOK_UPS", "Activities", "activities", "idle_request", "least_seconds", "payer", "simulate"]
+__all__ = ["RankClock", "simulate"]
 
-
-class Activities(NamedTuple):
-    """In order of time: requests and processor seconds, before the stage that reads the group and after its gradients.
-
-    headers: of its look-ups, which every rank sends to every other whoever asks. push: made one by one.
-    meet: of weights, after the optimizer's step, or before it where `meets_before`; nothing hides them.
-    ahead: of a table that prefetches, what leaves in this step for one to come: ids; where rows go early, masks and
-        these rows; and where gradients wait, those of the step before. `pull` and `push` then are of the other rows,
-        and predict_seconds what it takes to know all this.
-    Index work is taken to be half before (rows gathered and dealt) and half after (gradients merged and added), if
-    anything is pulled; else it is all after.
-    """
-
-    headers: tuple[Request, ...]
-    pull: tuple[Request, ...]
-    gather_seconds: float
-    pack_seconds: float
-    push: tuple[Request, ...]
-    merge_seconds: float
-    update_seconds: float
-    ahead: tuple[Request, ...] = ()
-    predict_seconds: float = 0.0
-    meet: tuple[Request, ...] = ()
-    meets_before: bool = False
-
-
-def activities(group: Group, case: Case, prefetched: int = 0, pays: bool = True) -> Activities:
-    """Of the busiest rank.
-
-    Args:
-        prefetched: how many tables of the plan prefetch. pays: whether this is their `payer`.
-    """
-    topology, choice = case.topology, group.own_exchange
-    facts = [case.profile.parameter(name) for name in group.parameters]
-    if choice.name in row_exchanges():
-        work = row_work(facts[0], choice, group.is_lazy, case, group.prefetch, pays)
-        rounds = [round_leg(leg.messages, topology, announcement_bytes(prefetched)) for leg in work.headers]
-        headers = _requests(rounds, rounds, topology)
-        pull = _requests(work.legs.pull, work.even_legs.pull, topology)
-        push = _requests(work.legs.push, work.even_legs.push, topology)
-        index = index_seconds(work, case)
-        before = index / 2 if pull else 0.0
-        ahead, predict = _requests(work.ahead, work.even_ahead, topology), predict_seconds_of(work, case)
-        after = index - before, row_update_seconds(work, case)
-        return Activities(headers, pull, before, 0.0, push, *after, ahead, predict)
-    exchange = build_dense(choice.name, **choice.options)
-    layout = layout_of(facts, exchange.align, exchange.is_guarded)
-    own, *others = (_crossing(one, layout, topology) for one in crossings(exchange))
-    push = tuple(request for one in others for request in one)
-    packing = pack_seconds(layout.joined_bytes * packed_share(exchange), facts, case)
-    coding = exchange.share_due * coding_seconds(choice, layout, case)
-    update = dense_update_seconds(layout.joined_bytes, facts, case)
-    if exchange.carries == "gradient":
-        return Activities((), (), 0.0, packing, own, coding, update)
-    return Activities(
-        (), (), 0.0, packing, push, coding, update, meet=own, meets_before=exchange.meeting == "before"
-    )  # fmt: skip
-
-
-def _crossing(exchange: DenseExchange, layout: Layout, topology: Topology) -> tuple[Request, ...]:
-    """In the mean over steps."""
-    legs, sent = exchange.legs(layout, topology), exchange.sent_bytes(layout, topology)
-    hottest = sum(leg.link_bytes for leg in legs)
-    share = sum(sent) / len(sent) / hottest if hottest else 0.0  # legs are of the busiest link, bytes are the mean
-    even = [leg._replace(link_bytes=leg.link_bytes * share) for leg in legs]
-    return tuple(_scaled(request, exchange.share_due) for request in _requests(legs, even, topology))
-
-
-def _scaled(request: Request, share: float) -> Request:
-    """In the mean over steps, of which a share makes it."""
-    return Request(*(share * value for value in request))
-
-
-def idle_request(topology: Topology, tables: int, prefetched: int) -> Request:
-    """What ends the look-ups of a step with so many row-sharded tables, of which that many prefetch."""
-    header = idle_leg(topology, tables, prefetched)
-    return _request(header, header, topology)
-
-
-def payer(groups: Sequence[Group]) -> str:
-    """The group that is charged the messages that all prefetched tables share: one that sends most of them."""
-    kinds = {group.prefetch: group.name for group in reversed(groups)}
-    return kinds.get("gradients") or kinds.get("rows") or kinds.get("ids", "")
-
-
-def _requests(legs: Sequence[Leg], even: Sequence[Leg], topology: Topology) -> tuple[Request, ...]:
-    return tuple(_request(leg, mean, topology) for leg, mean in zip(legs, even, strict=True))
-
-
-def _request(leg: Leg, even: Leg, topology: Topology) -> Request:
-    carried = busy(leg, topology, latency_share=0.0).seconds
-    return Request(even.link_bytes, *busy(leg, topology), carried, topology.beside_seconds(leg.request))
-
-
+_Key = tuple[Letter, int]  # a letter and its receiver
+SHARED = ("copy's gradient", "shared gradient")
 UNKNOWN = Forecast()
-LOOK_UPS = "look-ups"  # headers and the round that ends them go by this name in a measured trace too
 
 
 def simulate(
     plan: Plan, case: Case, overlap: bool = True, pushed: Mapping[str, float] = MappingProxyType({})
 ) -> Simulation:
-    """One step of the plan on the machines of the case, which need not be those it was made for.
+    """One step of the plan on the machines of the case, of the rank whose processor does most; those of a plan for a
+    loop of the user's own need not be those it was made for. Flights are those of all ranks, as a trace has them: from
+    when both sides had asked to when one of them sees that it is over.
 
     Args:
         overlap: False makes the processor wait for every request: what the plan's forecast adds up to.
         pushed: by group, how many times the bytes that are forecast its gradients take, where somebody counted them.
-            Not under a schedule that owns the loop.
+            Neither under a schedule that owns the loop.
 
     Raises:
-        ValueError: the plan is for another model, or its schedule is not lowered to lists of instructions.
+        ValueError: the plan is for another model, its schedule is not lowered to lists of instructions, or it owns the
+            loop and the machines are of other workers.
     """
     _refuse_other(plan, case.profile)
-    return _simulated(_Step(_played_of(plan), case, overlap, tuple(sorted(pushed.items())), plan))
-
-
-@dataclass(frozen=True)
-class _Step:
-    """played: what a step hangs on of a plan, so that plans which differ in words alone are played once."""
-
-    played: tuple[object, ...]
-    case: Case
-    overlap: bool
-    pushed: tuple[tuple[str, float], ...]
-    plan: Plan = field(compare=False)
-
-    def __hash__(self) -> int:
-        return hash((repr(self.played), self.overlap, self.pushed))
+    return _simulated(Step(_played_of(plan), case, overlap, tuple(sorted(pushed.items())), plan))
 
 
 def _played_of(plan: Plan) -> tuple[object, ...]:
@@ -189,33 +69,11 @@ def _played_of(plan: Plan) -> tuple[object, ...]:
 
 
 @lru_cache(maxsize=64)
-def _simulated(asked: _Step) -> Simulation:
+def _simulated(asked: Step) -> Simulation:
     plan, case = asked.plan, asked.case
     if SCHEDULES[plan.schedule.name].placement.deals_rows:
         return play_owned(plan, case)
-    if owns_loop(plan.schedule):
-        return play(plan, case)
-    player = _Player(plan, case, asked.overlap)
-    for name, times in asked.pushed:
-        does = player.does[name]
-        push, meet = (tuple(request.with_bytes(times) for request in one) for one in (does.push, does.meet))
-        player.does[name] = does._replace(push=push, meet=meet)
-    player.turn()
-    player.forward()
-    player.backward()
-    player.step()
-    flights = tuple(flight for _, flight in sorted(player.flights.items()))
-    return Simulation(case.topology.workers, tuple(player.clock.spans), flights, player.clock.now_seconds)
-
-
-def least_seconds(plan: Plan, case: Case) -> float:
-    """No step of a plan for a loop of the user's own is shorter: what its processor does, or its busier link."""
-    does = [activities(group, case) for group in plan.groups]
-    stages = sum(stage.forward_seconds + stage.backward_seconds for stage in case.profile.stages)
-    works = sum(one.gather_seconds + one.pack_seconds + one.merge_seconds + one.update_seconds for one in does)
-    asked = [request for one in does for requests in (one.pull, one.push, one.meet) for request in requests]
-    links = (sum(one.inside_seconds for one in asked), sum(one.between_seconds for one in asked))
-    return max(stages + works, *links)
+    return _Play(asked).simulation()
 
 
 def _refuse_other(plan: Plan, profile: Profile) -> None:
@@ -226,185 +84,281 @@ def _refuse_other(plan: Plan, profile: Profile) -> None:
         )
 
 
-class _Sent(NamedTuple):
-    """Requests under way, and when the last of them is over. number: among all that were launched."""
+@dataclass(eq=False)
+class _Letter:
+    """sent, room: when both sides had done their part. arrived: when it is there. place: in `flights`."""
 
-    number: int
-    name: str
-    action: str
-    requests: tuple[Request, ...]
-    began_seconds: float
-    done_seconds: float
+    sent: float | None = None
+    room: float | None = None
+    arrived: float | None = None
+    place: int = -1
 
 
-_Asked = tuple[str, str, tuple[Request, ...]]  # name, action, requests
+class _Play:
+    """What all ranks have in common."""
+
+    def __init__(self, asked: Step) -> None:
+        self.plan, self.case, self.options = asked.plan, asked.case, options_of(asked.plan)
+        self.costs = costs_of(asked, self.options)
+        self.codes = codes_of(self.options.edges)
+        self.letters: dict[_Key, _Letter] = defaultdict(_Letter)
+        self.blocked: dict[_Key, int] = {}  # ranks, by what they wait for
+        self.woken: list[int] = []  # ranks that need wait no longer
+        self.flights: list[Flown] = []
+        self.ranks = [self._rank(number, asked.overlap) for number in self.costs.ranks]
+
+    def _rank(self, number: int, overlap: bool) -> "RankClock":
+        schedule, ranks, clip = self.costs.schedule, self.costs.ranks, self.options.clip
+        lowering = Lowering(
+            schedule,
+            number,
+            self.options.ranks(ranks) if len(ranks) > 1 else [number] * schedule.workers,
+            None if clip is None else clip.over(schedule.stages),
+            reduces=self.costs.is_reduced,
+            wires=self.options.wires(one_queue=self.case.topology.backend != "gloo", ties=self.costs.ties),
+        )
+        program, ends, clock = list[Instruction](), list[int](), Clock()
+        for _ in range(self.costs.warm + self.costs.shown):
+            program += lowering.next_step()
+            ends.append(len(program))
+        groups = GroupClock(number, clock, self.costs.does, self.case, overlap, self.costs.action)
+        return RankClock(number, program, ends, self, clock, groups)
+
+    def simulation(self) -> Simulation:
+        ready = [(0.0, number) for number in self.costs.ranks]
+        while ready:
+            _, number = heapq.heappop(ready)
+            rank = self.ranks[number]
+            if (lacking := rank.goes_on()) is not None:
+                self.blocked[lacking] = number
+            elif rank.at < len(rank.program):
+                heapq.heappush(ready, (rank.clock.now_seconds, number))
+            for other in self.woken:
+                heapq.heappush(ready, (self.ranks[other].clock.now_seconds, other))
+            self.woken.clear()
+        shown = self.costs.shown
+        whole = max(rank.times[-1] - rank.times[-1 - shown] for rank in self.ranks) / shown
+        busiest = max(self.ranks, key=lambda rank: rank.clock.worked_seconds)
+        begin = busiest.times[-2]
+        spans = tuple(_cut(busiest.clock.spans, begin, begin + whole))
+        flights = sorted(self._step_flights(), key=lambda flight: flight.launch_seconds)
+        return Simulation(self.case.topology.workers, spans, tuple(flights), whole)
+
+    def _step_flights(self) -> Iterator[Transfer]:
+        """Those that one step sends, of all ranks; bytes are the mean over workers. Not of the last of several steps,
+        whose letters nobody has read yet."""
+        for number, sent, flight, _ in (*self.flights, *(one for rank in self.ranks for one in rank.groups.flights)):
+            begin, end = self.ranks[number].times[-1 - self.costs.shown :][:2]
+            if begin <= sent < end:
+                yield flight._replace(
+                    launch_seconds=flight.launch_seconds - begin,
+                    land_seconds=flight.land_seconds - begin,
+                    sent_bytes=flight.sent_bytes / len(self.ranks),
+                )
+
+    def link(self, sender: int, receiver: int) -> tuple[str, Link]:
+        topology = self.case.topology
+        is_inside = topology.node_of(sender) == topology.node_of(receiver)
+        return ("inside", topology.inside) if is_inside else ("between", topology.between)
+
+    def crossing(self, letter: Letter) -> tuple[EdgeCode | None, StageCosts]:
+        """How it is coded, and the stage below the edge."""
+        below = letter.stage - (letter.what != "activation")
+        return self.codes.get((letter.what, letter.stage)), self.costs.stages[below]
+
+    def groups(self, stage: int) -> list[Group]:
+        return [group for group in self.plan.groups if group.stage == stage]
+
+    def bytes_of(self, letter: Letter) -> float:
+        stage, (code, below) = self.costs.stages[letter.stage], self.crossing(letter)
+        if letter.what in ("activation", "activation gradient"):
+            return sent_over(code, below.passed)
+        if letter.what in SUMS:
+            return stage.weight_bytes + stage.count_bytes
+        if letter.what in ("weights", *TOKENS.values()):
+            return stage.weight_bytes
+        return self.costs.shared_bytes.get(letter.stage, 0) if letter.what in SHARED else NORM_BYTES
+
+    def meet(self, sender: int, receiver: int, letter: Letter) -> None:
+        """With both sides there the letter moves."""
+        known = self.letters[letter, receiver]
+        if known.sent is None or known.room is None:
+            return
+        (lane, link), nbytes = self.link(sender, receiver), self.bytes_of(letter)
+        clock, seconds = self.ranks[sender].clock, link.seconds(nbytes)
+        joint = max(known.sent, known.room)
+        known.arrived = clock.occupy(lane, BusySpan(lane, f"stage {letter.stage}", "send", joint, seconds, nbytes))
+        self.woken += [self.blocked.pop(key) for key in ((letter, receiver),) if key in self.blocked]
+        known.place = len(self.flights)
+        flight = Transfer(f"stage {letter.stage}", letter.what, joint, known.arrived, nbytes)
+        self.flights.append(Flown(sender, known.sent, flight))
 
 
 @dataclass(eq=False)
-class _Push:
-    """One exchange of gradients under way. left: requests it has still to make after the one in flight, if any is."""
+class RankClock:
+    """One rank's list against its clock. Methods that take an instruction are what the table's rows call.
 
-    name: str
-    left: deque[Request]
-    flying: _Sent | None = None
+    Args of note:
+        ends: places in the program where a step's part is over. times: when they were over.
+        reduced: pushes under way, by step and stage. summed: joined with another rank's: they lie in one already.
+        over: whose gradients are all there.
+        apart: when what has gone to another place is there, by the place that made it: for rows of a schedule's own.
+    """
+
+    number: int
+    program: list[Instruction]
+    ends: list[int]
+    play: _Play
+    clock: Clock
+    groups: GroupClock
+    at: int = 0
+    times: list[float] = field(default_factory=lambda: [0.0])
+    reduced: dict[tuple[int, int], list[Push]] = field(default_factory=dict)
+    summed: set[tuple[int, int]] = field(default_factory=set)
+    over: set[tuple[int, int]] = field(default_factory=set)
+    apart: dict[Cell, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._held = Holdings(self.play.costs.schedule)
+
+    def goes_on(self) -> _Key | None:
+        """By one instruction; else the letter that it needs and that is still without its time."""
+        one = self.program[self.at]
+        row = operation(one.op)
+        wanted = [key for thing in row.uses(one, self._held) if (key := self._sent(thing, one)) is not None]
+        for lacked in wanted:
+            if self.play.letters[lacked].arrived is None:
+                return lacked
+        for letter, receiver in wanted:
+            self._take(letter, receiver)
+        row.seconds(self, one)
+        self.at += 1
+        while self.ends and self.ends[0] == self.at:
+            self.times.append(self.clock.now_seconds)
+            self.ends.pop(0)
+        return None
+
+    def _sent(self, thing: Letter, one: Instruction) -> _Key | None:
+        """What crosses to this rank, or has left it."""
+        if thing.what.startswith(ARRIVED):
+            return thing._replace(what=thing.what.removeprefix(ARRIVED)), one.peer
+        return (thing, self.number) if (thing, self.number) in self.play.letters else None
+
+    def _take(self, letter: Letter, receiver: int) -> None:
+        known, began, flights = self.play.letters[letter, receiver], self.clock.now_seconds, self.play.flights
+        arrived = known.arrived or 0.0
+        self.clock.wait(f"stage {letter.stage}", arrived)
+        flown = flights[known.place] = flights[known.place].seen(self.clock.now_seconds)
+        if receiver == self.number:
+            beside = max(0.0, min(began, arrived) - flown.flight.launch_seconds)
+            self._carry(flown.sender, receiver, letter, beside)
+            self._code(letter, "decode")
+
+    def stage(self, one: Instruction) -> StageCosts:
+        return self.play.costs.stages[one.stage]
+
+    def work(self, one: Instruction, action: str, seconds: float) -> None:
+        """The processor does it."""
+        self.clock.work(f"stage {one.stage}", action, seconds)
+
+    def carry_apart(self, one: Instruction, lane: str, action: str, nbytes: float, seconds: float) -> float:
+        """Something goes on a lane beside the processor; when it is there."""
+        span = BusySpan(lane, f"stage {one.stage}", action, self.clock.now_seconds, seconds, nbytes)
+        return self.clock.occupy(lane, span)
+
+    def wait(self, one: Instruction, until_seconds: float) -> None:
+        self.clock.wait(f"stage {one.stage}", until_seconds)
+
+    def forward(self, one: Instruction) -> None:
+        self.groups.turn()
+        for part in self.stage(one).forward:
+            for name in part.tables:
+                self.groups.pull(name)
+            self.clock.work(part.what, "forward", part.seconds)
+
+    def backward(self, one: Instruction) -> None:
+        """With the step's last micro-batch gradients become final, one after another."""
+        key = one.step, one.stage
+        is_released = key in self.reduced
+        waiting = self._trained(one.stage)
+        for piece in self.stage(one).backward:
+            self.clock.work(piece.stage, "backward", piece.seconds)
+            waiting.discard(piece.parameter or "")
+            if is_released and piece.parameter:
+                self._release(one, waiting)
+        if is_released:
+            self._release(one, ())
+        if one.micro_batch == self.play.costs.schedule.micro_batches - 1:
+            self.over.add(key)
+
+    def update(self, one: Instruction) -> None:
+        self.land_means(one)
+        self.groups.exchange_weights(before=True)
+        for what, seconds in self.stage(one).updates.items():
+            self.clock.work(what, "update", seconds)
+        self.groups.exchange_weights(before=False)
+        self.groups.end()
+
+    def land_means(self, one: Instruction) -> None:
+        """Means over ranks are waited for."""
+        self.groups.land(self.reduced.pop((one.step, one.stage), []))
+
+    def add_up(self, one: Instruction) -> None:
+        self.summed.add((one.step, one.stage))
+        self.work(one, "sum", self.stage(one).landing)
+
+    def reduce(self, one: Instruction) -> None:
+        key = one.step, one.stage
+        self.reduced[key] = []
+        self._release(one, () if key in self.over else self._trained(one.stage))
+
+    def send_letter(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self._code(one.letter, "encode")
+        self.work(one, "pack", self._packing(one.letter))
+        self.play.letters[one.letter, one.peer].sent = self.clock.now_seconds
+        self.play.meet(self.number, one.peer, one.letter)
+        self._carry(self.number, one.peer, one.letter)
+
+    def make_room(self, one: Instruction) -> None:
+        assert one.letter is not None
+        self.play.letters[one.letter, self.number].room = self.clock.now_seconds
+        self.play.meet(one.peer, self.number, one.letter)
+
+    def _code(self, letter: Letter, side: str) -> None:
+        """One side of a letter that is coded."""
+        code, below = self.play.crossing(letter)
+        if seconds := coding_seconds_of(code, below.passed, self.play.case):
+            self.clock.work(f"stage {letter.stage}", side, seconds)
+
+    def _packing(self, letter: Letter) -> float:
+        """Many tensors laid into one."""
+        lies_in_one = (letter.step, letter.stage) in self.summed and letter.what in SUMS
+        is_packed = letter.what in (*SUMS, "weights") and not lies_in_one
+        return self.play.costs.stages[letter.stage].landing if is_packed else 0.0
+
+    def _carry(self, sender: int, receiver: int, letter: Letter, beside: float = math.inf) -> None:
+        """One side's share of what compute cannot hide of a letter's bytes; beside: seconds of compute that it had."""
+        _, link = self.play.link(sender, receiver)
+        carried = link.seconds(self.play.bytes_of(letter)) - link.latency_seconds
+        shown = (1 - self.play.case.topology.hidden_share) / 2
+        self.clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
+
+    def _trained(self, stage: int) -> set[str]:
+        return {name for group in self.play.groups(stage) for name in group.parameters}
+
+    def _release(self, one: Instruction, waiting: Collection[str]) -> None:
+        """Means over ranks set out, in the plan's order, of the groups that wait for no gradient."""
+        gone = self.reduced[one.step, one.stage]
+        for group in self.play.groups(one.stage)[len(gone) :]:
+            if not set(waiting).isdisjoint(group.parameters):
+                return
+            self.groups.launch(group.name, gone)
 
 
-class _Player:
-    """A step under way. late, ahead: by table, what it still has to bring for this step, and for the steps to come, in
-    order of launch. pushes: likewise. flights: what has landed, by number of its launch."""
-
-    def __init__(self, plan: Plan, case: Case, overlap: bool) -> None:
-        self.plan, self.case, self.overlap = plan, case, overlap
-        self.clock = Clock()
-        self.launches = count()
-        self.flights: dict[int, Transfer] = {}
-        ahead, paying = sum(group.prefetch != "none" for group in plan.groups), payer(plan.groups)
-        self.does = {group.name: activities(group, case, ahead, group.name == paying) for group in plan.groups}
-        self.tables = sum(bool(does.pull) for does in self.does.values())
-        self.prefetched = {name: does for name, does in reversed(self.does.items()) if does.ahead}  # as a forward reads
-        self.late: dict[str, _Sent] = {}
-        self.ahead: dict[str, list[_Sent]] = {name: [] for name in self.prefetched}
-        self.pushes: list[_Push] = []
-
-    def turn(self) -> None:
-        """The loop gets its batch: ranks meet and say what they expect; then leave what is missing of this batch with
-        the ids of the one after next, gradients of the last that could wait, and the rows of the next that stay put.
-        While these are on their way, each works out what it will say next."""
-        if not self.prefetched:
-            return
-        self._meet()
-        first, *others = self.prefetched.items()
-        ids = [(name, "prefetch", does.ahead[:1]) for name, does in self.prefetched.items()]
-        for sent in self._together([(first[0], "pull", first[1].pull), *ids], self._start):
-            if sent.action == "pull":
-                self.late[sent.name] = sent
-            else:
-                self.ahead[sent.name].append(sent)
-        for name, does in others:
-            self.late[name] = self._start(name, "pull", does.pull)
-        for place in (3, 2):
-            items = [(name, does.ahead[place : place + 1]) for name, does in self.prefetched.items()]
-            asked = [(name, "prefetch", requests) for name, requests in items if requests]
-            for sent in self._together(asked, self._start):
-                self.ahead[sent.name].append(sent)
-        for name, does in self.prefetched.items():
-            self.clock.work(name, "predict", does.predict_seconds)
-
-    def forward(self) -> None:
-        stages = {stage.name: stage for stage in self.case.profile.stages}
-        order = [name for name in stages if name != OUTSIDE] + [name for name in stages if name == OUTSIDE]
-        pulled = [(group, self.case.profile.parameter(group.parameters[0]).stage) for group in self.plan.groups]
-        for name in order:
-            for group, stage in pulled:
-                if stage == name and self.does[group.name].pull:
-                    self._pull(group.name)
-            self.clock.work(name or "model", "forward", stages[name].forward_seconds)
-
-    def _pull(self, name: str) -> None:
-        does = self.does[name]
-        if name in self.late:
-            self._take(self.late.pop(name))
-        else:
-            self._take(self._send(LOOK_UPS, "pull", does.headers))
-            self._take(self._send(name, "pull", does.pull))
-        self.clock.work(name, "gather rows", does.gather_seconds)
-
-    def backward(self) -> None:
-        missing = [set(group.parameters) for group in self.plan.groups]
-        for piece in backward_pieces(self.case.profile):
-            self.clock.work(piece.stage or "model", "backward", piece.seconds)
-            for names in missing:
-                names.discard(piece.parameter or "")
-            while len(self.pushes) < len(missing) and not missing[len(self.pushes)]:
-                self._launch(self.plan.groups[len(self.pushes)])
-        for group in self.plan.groups[len(self.pushes) :]:
-            self._launch(group)
-
-    def step(self) -> None:
-        """The last requests; every exchange lands, in order of launch; then the optimizer passes over all groups.
-        Weights meet before it or after it, while nothing else is done."""
-        while any(push.left for push in self.pushes):
-            self._advance()
-        for push in self.pushes:
-            self._go_on(push)
-            self.clock.work(push.name, "merge rows", self.does[push.name].merge_seconds)
-        self._exchange_weights(before=True)
-        for group in self.plan.groups:
-            self.clock.work(group.name, "update", self.does[group.name].update_seconds)
-        self._exchange_weights(before=False)
-        for under_way in self.ahead.values():
-            for sent in under_way:
-                self._take(sent)
-
-    def _exchange_weights(self, before: bool) -> None:
-        meeting = [(name, one.meet) for name, one in self.does.items() if one.meet and one.meets_before == before]
-        for sent in self._together([(name, "meet", requests) for name, requests in meeting], self._send):
-            self._take(sent)
-
-    def _meet_in_backward(self) -> None:
-        masks = [(name, "prefetch", does.ahead[1:2]) for name, does in self.prefetched.items() if does.ahead[1:]]
-        for name, _, _ in masks:  # the owners have the ids, and say which of these rows stay put
-            self._take(self.ahead[name].pop(0))
-        self._meet(masks)
-
-    def _meet(self, along: Sequence[_Asked] = ()) -> None:
-        """The round in which every rank says that it makes no look-up now, and what travels with it."""
-        idle = idle_request(self.case.topology, self.tables, len(self.prefetched))
-        meeting, *others = self._together([(LOOK_UPS, "pull", (idle,)), *along], self._send)
-        self._take(meeting)
-        for sent in others:
-            self.ahead[sent.name].append(sent)
-
-    def _launch(self, group: Group) -> None:
-        if not self.pushes and self.tables:  # before anything is pushed, every rank must have made its look-ups
-            self._meet_in_backward()
-        does = self.does[group.name]
-        self.clock.work(group.name, "pack", does.pack_seconds)
-        push = _Push(group.name, deque(does.push))
-        self._go_on(push)
-        self._advance()
-        self.pushes.append(push)
-
-    def _advance(self) -> None:
-        """Every push that has requests left makes one more, after the answer to the one before."""
-        for push in self.pushes:
-            if push.left:
-                self._go_on(push)
-
-    def _go_on(self, push: _Push) -> None:
-        if push.flying is not None:
-            self._take(push.flying)
-        push.flying = self._start(push.name, "push", (push.left.popleft(),)) if push.left else None
-
-    def _start(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
-        """Sends beside compute: what compute cannot hide of its bytes takes the processor."""
-        sent = self._send(name, action, requests)
-        if not self.overlap:
-            self.clock.wait(name, sent.done_seconds)
-        else:
-            shown = 1 - self.case.topology.hidden_share
-            self.clock.work(name, "carry", shown * sum(request.carried_seconds for request in requests))
-        return sent
-
-    def _together(self, asked: Sequence[_Asked], send: Callable[[str, str, tuple[Request, ...]], _Sent]) -> list[_Sent]:
-        """What travels as one arrives as one; where nothing overlaps, it is waited for in turn."""
-        sent = []
-        for one in asked:
-            sent.append(send(*one))
-            if not self.overlap:
-                self.clock.wait(sent[-1].name, sent[-1].done_seconds)
-        return [one._replace(done_seconds=sent[-1].done_seconds) for one in sent]
-
-    def _send(self, name: str, action: str, requests: tuple[Request, ...]) -> _Sent:
-        """To call a request takes the processor, however small it is, and whether or not the rank then waits for it."""
-        self.clock.work(name, "call", sum(request.beside_seconds for request in requests))
-        began = self.clock.now_seconds
-        return _Sent(next(self.launches), name, action, requests, began, self.clock.send(name, action, requests))
-
-    def _take(self, sent: _Sent) -> None:
-        """Waits for it; what asked nothing of the links is no flight."""
-        self.clock.wait(sent.name, sent.done_seconds)
-        if sent.requests:
-            sent_bytes = sum(request.sent_bytes for request in sent.requests)
-            flight = Transfer(sent.name, sent.action, sent.began_seconds, self.clock.now_seconds, sent_bytes)
-            self.flights[sent.number] = flight
+def _cut(spans: Sequence[BusySpan], begin: float, end: float) -> Iterator[BusySpan]:
+    """What of them lies between two moments, counted from the first."""
+    for span in spans:
+        start, stop = max(span.start_seconds, begin), min(span.end_seconds, end)
+        if stop > start or (begin <= span.start_seconds < end):
+            yield span._replace(start_seconds=start - begin, seconds=max(0.0, stop - start))

@@ -12,6 +12,7 @@ from armillary.planning.grouping import groups, sizes
 from armillary.planning.memory import needed_bytes
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
+from armillary.plans.mesh import Mesh
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.units import bytes_text, seconds_text
 from armillary.schedules.registry import options_of, owns_loop
@@ -76,7 +77,7 @@ def _all_reducing(plan: Plan, case: Case) -> list[Plan]:
         question = Question(case, {}, frozenset(), limits)
         ways = {fact.name: candidate(fact, PLAIN["replicated"], question) for fact in question.trained}
         buckets = groups(ways, dict.fromkeys(ways, ""), question)
-        peak = peak_bytes(buckets, case)
-        whole = replace(plan, groups=buckets, schedule=SIMULTANEOUS, stages=(), consensus="same", activation_bytes=peak)
-        found.append(whole)
+        peak, mesh = peak_bytes(buckets, case), Mesh.of(data=plan.workers)
+        plain = replace(plan, mesh=mesh, groups=buckets, schedule=SIMULTANEOUS, stages=(), activation_bytes=peak)
+        found.append(replace(plain, consensus="same"))
     return found

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+from armillary.planning.group_clock import LOOK_UPS
 from armillary.planning.pricing import Case, assumptions_behind
-from armillary.planning.simulator import LOOK_UPS, simulate
+from armillary.planning.simulator import simulate
 from armillary.planning.step_time import with_expected
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile

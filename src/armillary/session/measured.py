@@ -19,10 +19,11 @@ from statistics import median
 from armillary.exchanges.averaged_gradients import crossings
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import build_dense, dense_exchanges
+from armillary.planning.activities import ALL_REDUCE
 from armillary.planning.clock import Simulation
+from armillary.planning.group_clock import LOOK_UPS
 from armillary.planning.pricing import Case
-from armillary.planning.simulator import LOOK_UPS, simulate
-from armillary.planning.staged_clock import ALL_REDUCE
+from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.layout import Layout, layout_of
