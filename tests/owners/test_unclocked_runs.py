@@ -33,7 +33,9 @@ from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
 from armillary.plans import Choice, Plan
 from armillary.schedules import options_of
+from armillary.session.compare import compare_run
 from armillary.session.plan_job import JobRequest
+from armillary.session.tolerance import Band
 from armillary.session.train import train
 from armillary.session.train_settings import Settings
 from forked import Job
@@ -129,6 +131,8 @@ def test_a_trained_workload_ends_with_its_histogram_too(crew, tmp_path):
     assert "updates staler by" in printed and "pulls that waited" in printed and "not known" in printed
     said = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
     assert said["comparison"][0]["measured"]["seconds"] is None
+    with pytest.raises(ValueError, match="schedule asynchronous nobody measures"):
+        compare_run(tmp_path, Band())
 
 
 @pytest.mark.parametrize("schedule", ["simultaneous", "asynchronous(bound=None)"])

@@ -28,7 +28,7 @@ __all__ = ["OVERHEAD", "NotPulled", "PulledTable", "Worker"]
 
 MOST_LOOKUPS = 8  # of a table and batch that are predicted
 TRUSTED = 2  # batches in a row that were predicted right, before a forward relies on it
-OVERHEAD = "letters"
+OVERHEAD = "heads of letters"
 
 
 class NotPulled(Exception):

@@ -194,6 +194,11 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
             f"compare: {folder}/plan.json is not the plan of this run: they differ in "
             f"{', '.join(f'{name} by {exchange}' for name, exchange in differing)}; put back the run's own plan"
         )
+    if plan.consensus == "owners":
+        raise ValueError(
+            f"compare: under schedule {plan.schedule.name} nobody measures how long letters are under way; "
+            "run.report() and the end of armillary train show the bytes, and how stale updates were"
+        )
     known, edges = {*planned, *plan.parameters}, EdgeLabels(plan)
     if plan.workers > 1 and not any(label in known or edges.edge_of(label) for label in trace.groups):
         raise ValueError(f"compare: {folder}/trace.json has no request of any group of the plan; it is of another run")
