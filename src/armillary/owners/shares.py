@@ -6,7 +6,6 @@ Rows that a push does not name stay as they are, whatever the optimizer would do
 """
 
 import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from armillary.exchanges.ownership import Ownership
 from armillary.owners.bodies import Parts
 from armillary.tables.optimizer_state import Held, close_window, is_row_shaped, open_window
+from armillary.tables.optimizers import over
 
 __all__ = ["GroupOptions", "OwnedPart", "Ownings", "joined_rows", "options_of", "owned_by_bytes"]
 
@@ -87,7 +87,12 @@ class OwnedPart:
             shard = parameters[name].detach()[dealt.ids(rank)]
             self.tables[name] = _Window(shard, nn.Parameter(shard[:0].clone()))
         self._stepped = self.whole | {name: one.parameter for name, one in self.tables.items()}
-        self.optimizer = _alone(optimizer, {id(parameters[name]): one for name, one in self._stepped.items()})
+        mine = {id(parameters[name]): one for name, one in self._stepped.items()}
+        groups = [
+            {**group, "params": [mine[id(one)] for one in group["params"] if id(one) in mine]}
+            for group in optimizer.param_groups
+        ]
+        self.optimizer = over(optimizer, groups)
         for name, one in self._stepped.items():
             self._take_state(name, one, parameters[name], optimizer.state.get(parameters[name], {}))
 
@@ -132,22 +137,6 @@ class OwnedPart:
         """All that is held of a parameter here."""
         values = self.tables[name].shard if name in self.tables else self.whole.get(name)
         return [values, *self.rest_of(name).values(), *self.row_state.get(name, {}).values()]
-
-
-def _alone(optimizer: Optimizer, mine: Mapping[int, nn.Parameter]) -> Optimizer:
-    """One of the same class and options over these parameters, by the ids of those that they stand for; without hooks,
-    state or a scheduler's wrapper."""
-    one = copy.copy(optimizer)
-    for name in [name for name in vars(one) if name.endswith("_hooks")]:
-        vars(one)[name] = OrderedDict()
-    for wrapper in ("step", "zero_grad"):
-        vars(one).pop(wrapper, None)
-    one.state = defaultdict(dict)
-    one.param_groups = [
-        {**group, "params": [mine[id(held)] for held in group["params"] if id(held) in mine]}
-        for group in optimizer.param_groups
-    ]
-    return one
 
 
 def joined_rows(parts: Sequence[Tensor], dealt: Ownership) -> Tensor:

@@ -22,9 +22,7 @@ the same order; and nobody reads the row, or moves it, between the step it misse
 Source: the idea is BagPipe's delayed synchronisation (Agarwal et al., SOSP 2023).
 """
 
-import copy
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,7 +34,7 @@ from torch.optim import Optimizer
 from armillary.plans.group import PrefetchKind
 from armillary.tables.lookups import Stepper, Unused
 from armillary.tables.optimizer_state import Held
-from armillary.tables.optimizers import options_of
+from armillary.tables.optimizers import options_of, over
 from armillary.tables.table import RowTable
 from armillary.transport.in_flight import InFlight, start_coalesced
 from armillary.transport.transport import Transport
@@ -92,23 +90,13 @@ def catch_up(stepper: Stepper, table: RowTable, moment: CatchUpMoment, rows: Ten
     held = stepper.held[table.name]
     parameter = nn.Parameter(table.shard.index_select(0, rows))
     parameter.grad = sums
-    same = _same(stepper.optimizer, moment.options, parameter)
+    same = over(stepper.optimizer, [{**moment.options, "params": [parameter]}])
     if moment.state is not None:
         mine = {name: whole.index_select(0, rows) for name, whole in held.items()}
         same.state[parameter] = {**_copied(moment.state), **mine}
     same.step()
     table.put_back(rows, parameter.detach())
     _keep(held, rows, same.state[parameter], table.shard)
-
-
-def _same(optimizer: Optimizer, options: dict[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """Over another parameter, without state and hooks. It keeps nothing in attributes, see `can_split`."""
-    other = copy.copy(optimizer)
-    other.param_groups = [{**options, "params": [parameter]}]
-    other.state = defaultdict(dict)
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(other, hooks, type(getattr(optimizer, hooks))())
-    return other
 
 
 def _keep(held: Held, rows: Tensor, state: dict[str, Any], shard: Tensor) -> None:

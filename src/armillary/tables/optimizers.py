@@ -38,6 +38,7 @@ __all__ = [
     "members",
     "numbered_through",
     "options_of",
+    "over",
     "split",
     "step_alone",
     "tried_alone",
@@ -148,6 +149,17 @@ def _twin(optimizer: Optimizer, group: Options, memo: dict[int, Any], meant: Seq
         elif name not in like.__dict__ and name not in ("step", "zero_grad"):  # wrappers, which are of the original
             like.__dict__[name] = copy.deepcopy(value, memo)
     return like
+
+
+def over(optimizer: Optimizer, groups: list[Options]) -> Optimizer:
+    """The same optimizer over other parameters: without state, hooks, or a wrapper of a scheduler's."""
+    other = copy.copy(optimizer)
+    for name in [name for name in vars(other) if name.endswith("_hooks")]:
+        vars(other)[name] = OrderedDict()
+    for wrapper in ("step", "zero_grad"):
+        vars(other).pop(wrapper, None)
+    other.param_groups, other.state = groups, defaultdict(dict)
+    return other
 
 
 def _inner(attributes: Mapping[str, Any]) -> Iterator[Optimizer]:
