@@ -1,4 +1,4 @@
-"""Runs every distinct line to type of `armillary advise`: one a method, on the first workload that it applies to."""
+"""Runs every distinct line to type of `armillary advise`: of each method and combination, where it first applies."""
 
 import json
 import shlex
@@ -7,55 +7,73 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 OWN = "own_models.py"
 SMALL = ("recommender", "vision", "language_model", "translation")
-WORKLOADS = (f"{OWN} --set kind=chain", f"{OWN} --set kind=blocks", *(f"{name} --small" for name in SMALL))
 ARMILLARY = [sys.executable, "-W", "ignore", "-c", "from armillary.cli.main import main; main()"]
-TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LIMIT_SECONDS = 300
+TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LIMIT_SECONDS = 900  # of a line, even on a machine that is busy with others
 
 
-def rows(workload: str, folder: Path) -> list[dict]:
-    asked = [*ARMILLARY, "advise", *shlex.split(workload), "--workers", "2", "--gbit", "0.1", "--json"]
-    done = subprocess.run(asked, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True)
-    return [row for row in json.loads(done.stdout)["rows"] if row["applies"]]
+class Job(NamedTuple):
+    workload: str
+    workers: int
 
 
-def command(row: dict, folder: Path) -> list[str]:
-    if row["shell"]:
-        words = shlex.split(row["shell"])[1:]
+JOBS = (
+    *(Job(f"{OWN} --set kind={kind}", 2) for kind in ("chain", "blocks")),
+    *(Job(f"{name} --small", 2) for name in SMALL),
+    Job(f"{OWN} --set kind=tables", 4),  # two axes of a mesh
+)
+
+
+def advised(job: Job, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By name, what has a line to type."""
+    asked = [*ARMILLARY, "advise", *shlex.split(job.workload), "--workers", str(job.workers), "--gbit", "0.1"]
+    done = subprocess.run([*asked, "--json"], cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    if done.returncode:
+        raise SystemExit(f"advice: {' '.join(asked[-5:])} failed:\n{done.stderr[-1500:]}")
+    found = json.loads(done.stdout)
+    yield from ((row["method"], row) for row in found["rows"] if row["applies"])
+    yield from ((one["name"], one) for one in found["combinations"])
+
+
+def command(one: dict[str, Any], job: Job, folder: Path) -> list[str]:
+    if one["shell"]:
+        words = shlex.split(one["shell"])[1:]
         return [*ARMILLARY, *words, *(["--steps", "2"] if words[0] == "train" else [])]
     script = folder / "advised.py"
-    script.write_text(row["python"] + "\n")
-    return [*(TORCHRUN if "under torchrun" in row["python"] else [sys.executable, "-W", "ignore"]), str(script)]
+    script.write_text(one["python"] + "\n")
+    launch = [*TORCHRUN, str(job.workers)] if "under torchrun" in one["python"] else [sys.executable, "-W", "ignore"]
+    return [*launch, str(script)]
 
 
 def main(wanted: list[str]) -> int:
-    done, failed = set(), 0
-    for workload in WORKLOADS:
+    """
+    Args:
+        wanted: names of methods and combinations; none: all.
+    """
+    done, failed = set[str](), 0
+    for job in JOBS:
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made)
             shutil.copy(Path(__file__).with_name(OWN), folder)
-            for row in rows(workload, folder):
-                method = row["method"]
-                if method in done or (wanted and method not in wanted):
+            for name, one in advised(job, folder):
+                if name in done or (wanted and name not in wanted):
                     continue
-                done.add(method)
-                began = time.perf_counter()
-                ran = subprocess.run(
-                    command(row, folder), cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECONDS
-                )
+                done.add(name)
+                began, line = time.perf_counter(), command(one, job, folder)
+                ran = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+                said = "runs"
+                if ran.returncode:
+                    said = f"FAILS ({ran.returncode}):\n{ran.stdout[-800:]}{ran.stderr[-1500:]}"
+                    failed += 1
                 seconds = time.perf_counter() - began
-                said = (
-                    "runs"
-                    if ran.returncode == 0
-                    else f"FAILS ({ran.returncode}):\n{ran.stdout[-800:]}{ran.stderr[-1500:]}"
-                )
-                print(f"advice: {method} on {workload}: {said}, {seconds:.0f} s", flush=True)
-                failed += ran.returncode != 0
-    print(f"advice: {len(done)} methods, {failed} failed")
+                print(f"advice: {name} on {job.workload}: {said}, {seconds:.0f} s", flush=True)
+    print(f"advice: {len(done)} lines, {failed} failed")
     return int(failed > 0)
 
 

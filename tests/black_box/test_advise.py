@@ -2,9 +2,11 @@
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import armillary
+from armillary import repurpose
 from armillary.cli.main import app
 from armillary.plans import seconds_text
 from forked import command
@@ -25,6 +28,7 @@ TWELVE = (
 OWN = Path(__file__).parents[2] / ".ci" / "own_models.py"
 MOST_LINES, WIDTH = 60, 100
 MOST_UNKNOWN = 5
+MOST_TOGETHER = 5
 WORKLOADS = ("language_model", "recommender", "translation", "vision")
 LINK = armillary.Link(1e-4, 1.25e7)
 MACHINES = armillary.Topology(2, 1, LINK, LINK, 1 << 40)
@@ -47,10 +51,34 @@ def rows_of(found):
     return {row["method"]: row for row in found["rows"]}
 
 
+def workload_of(name):
+    """A small one: built in, or the tests' own, whose tables go by row."""
+    if name == OWN.name:
+        return runpy.run_path(str(OWN))["workload"](kind="tables")
+    module = import_module(f"armillary.workloads.{name}")
+    return module.workload(**module.SMALL)
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """The profile of a small workload in a file, made once."""
+    folder = tmp_path_factory.mktemp("profiles")
+
+    def path_of(workload):
+        path = folder / f"{workload}.json"
+        if not path.exists():
+            task = workload_of(workload)
+            batches = [next(task.batches("train", worker, 2, 0)) for worker in range(2)]
+            armillary.profile(task.model(), batches, task.loss, workers=2).save(path)
+        return path
+
+    return path_of
+
+
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("gbit", [0.1, 10])
-def test_every_system_has_its_row_with_memory_that_fits_and_with_half_of_it(typed, workload, gbit):
-    asked = ("advise", workload, "--small", "--workers", 2, "--gbit", gbit)
+def test_every_system_has_its_row_with_memory_that_fits_and_with_half_of_it(typed, profiled, workload, gbit):
+    asked = ("advise", workload, "--small", "--workers", 2, "--gbit", gbit, "--profile", profiled(workload))
     found = json.loads(typed(*asked, "--json"))
     rows = rows_of(found)
     assert set(TWELVE) <= rows.keys()
@@ -65,6 +93,8 @@ def test_every_system_has_its_row_with_memory_that_fits_and_with_half_of_it(type
         if rows[name]["applies"] and not rows[name]["forecast"] and rows[name]["latency_seconds"] is None
     ]
     assert len(unknown) <= MOST_UNKNOWN
+    together = found["combinations"]
+    assert len(together) <= MOST_TOGETHER and all(one["shell"] or one["python"] for one in together), together
     page = typed(*asked, "--memory", f"{int(found['plan']['memory_bytes'] / 2)}B")
     lines = page.rstrip().splitlines()
     assert lines[0].startswith("Bottleneck: memory. ") and "its advice failed" not in page
@@ -72,37 +102,42 @@ def test_every_system_has_its_row_with_memory_that_fits_and_with_half_of_it(type
     assert [name for name in TWELVE if not re.search(rf"^ *{name}\b", page, re.MULTILINE)] == []
 
 
-def test_figures_are_those_that_plan_prints_of_the_same_files(typed):
+OF_ROOMS = {"KARMA", "Colossal-AI", "RePurpose"}  # their own plans are printed below
+
+
+def test_figures_are_those_that_plan_prints_of_the_same_files(typed, profiled):
     MACHINES.save("two.json")
-    task = armillary.workloads.vision.workload(**armillary.workloads.vision.SMALL)
-    model = task.model()
-    batches = [batch for worker in range(2) for batch in [next(task.batches("train", worker, 2, 0))]]
-    armillary.profile(model, batches, task.loss, workers=2).save("model.json")
-    files = ("--topology", "two.json", "--profile", "model.json")
-    rows = rows_of(json.loads(typed("advise", "vision", "--small", *files, "--json")))
-    compared = 0
-    for row in rows.values():
-        line = shlex.split(row["shell"])
-        if line[1:2] != ["train"] or "local_losses" in row["shell"]:  # which plans for a model with heads
-            continue
-        options = [word for word in line[2:] if word not in ("--workers", "2")]
-        plan = json.loads(typed("plan", *options, *files, "--json"))["plan"]
-        forecast = row["forecast"]
-        assert seconds_text(forecast["seconds"]) == seconds_text(plan["step_seconds"]), row
-        assert forecast["peak_bytes"] == plan["activation_bytes"], row
-        compared += 1
-    assert compared >= 8
+    compared, known = set(), set()
+    shutil.copy(OWN, ".")
+    for workload, option in (("vision", "--small"), (OWN.name, "--set=kind=tables")):
+        files = ("--topology", "two.json", "--profile", profiled(workload))
+        found = json.loads(typed("advise", workload, option, *files, "--json"))
+        known |= {row["method"] for row in found["rows"] if row["forecast"]}
+        asked = {row["method"]: row for row in found["rows"] if row["forecast"] and row["method"] not in OF_ROOMS}
+        asked |= {one["name"]: one for one in found["combinations"] if "--exchange" in one["shell"]}
+        for name, one in asked.items():
+            plan = planned(typed, one["shell"], files)
+            forecast = one["forecast"]
+            assert seconds_text(forecast["seconds"]) == seconds_text(plan["step_seconds"]), name
+            assert forecast["peak_bytes"] == plan["activation_bytes"], name
+            compared.add(name)
+    assert known <= compared | OF_ROOMS and "tables by row + int8 for the rest" in compared
 
 
-class Plain(nn.Module):
-    """Two layers, which no method finds anything special in."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.two(torch.tanh(self.one(x)))
+def planned(typed, shell, files):
+    """By the line of the row with `plan` in place of `train`. Where the schedule changes the model, whose profile is
+    another, by `armillary.plan` of the same files."""
+    program, train, *options = shlex.split(shell)
+    assert (program, train) == ("armillary", "train")
+    if "local_losses" not in shell:
+        options = [word for word in options if word not in ("--workers", "2")]
+        return json.loads(typed("plan", *options, *files, "--json"))["plan"]
+    _, topology, _, profile = files
+    schedule = options[options.index("--schedule") + 1]
+    task = workload_of(options[0])
+    assumed = armillary.assumptions_of(task.optimizer(task.model().parameters()))
+    read = armillary.Profile.load(profile), armillary.Topology.load(topology)
+    return json.loads(armillary.plan(*read, schedule=schedule, assumptions=assumed).to_json())
 
 
 class Looped(nn.Module):
@@ -119,15 +154,6 @@ class Looped(nn.Module):
         return self.out(state)
 
 
-class OneLayer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.only = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.only(x).sin()
-
-
 def squared(model, batch):
     return model(batch[0]).square().mean()
 
@@ -136,25 +162,6 @@ def advised(model, loss=squared, topology=MACHINES, **asked):
     batches = [(torch.randn(4, 4), torch.randint(0, 3, (4,))) for _ in range(4)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return armillary.advise(model, optimizer, batches, loss, topology=topology, **asked)
-
-
-def reasons(page):
-    return {row.method: row.advice.reason for row in page.rows if not row.advice.applies}
-
-
-def test_what_does_not_apply_says_why():
-    plain, alone = reasons(advised(Plain())), reasons(advised(Plain(), topology=MACHINES.of_one_node(1)))
-    assert plain["Parallax"] == "no table is read by row"
-    assert plain["parallel equations"] == "not a recurrence, and no causal attention"
-    assert plain["PNN"].startswith("the loss is no cross entropy")
-    assert plain["Colossal-AI"].startswith("no chain of blocks whose linear layers")
-    assert plain["in situ"].startswith("batches come from data that are there")
-    for method in ("DCT", "EventGraD", "Cyclic Data Parallelism", "local losses", "Colossal-AI", "RePurpose"):
-        assert alone[method].startswith("one worker"), (method, alone[method])
-    one = reasons(advised(OneLayer()))
-    assert one["Cyclic Data Parallelism"] == one["local losses"] == "one stage: nothing to pipeline"
-    assert one["activation compression"] == "one stage: nothing to pipeline"
-    assert one["RePurpose"] and one["KARMA"].startswith("to compute a stage again spares no memory")
 
 
 def test_a_recurrence_in_a_loop_of_the_models_own_is_found():
@@ -198,6 +205,26 @@ def test_activations_are_given_back_at_the_price_of_the_rooms_own_plan():
     assert f"{advice.source.forecast.seconds * 1e3:,.1f} ms" in str(advice.source)
     assert seconds_text(advice.source.forecast.seconds) in advice.reason
     assert advice.forecast.peak_bytes < page.plan.peak_bytes and advice.forecast.seconds >= page.plan.seconds
+
+
+def test_neurons_are_cut_at_the_bytes_that_the_rooms_own_search_begins_with():
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    batches = [(torch.randn(8, 4),) for _ in range(4)]
+    page = armillary.advise(model, torch.optim.SGD(model.parameters(), lr=0.1), batches, squared, topology=MACHINES)
+    advice = {row.method: row.advice for row in page.rows}["RePurpose"]
+    shards = repurpose.cut(model, 2, batches, lambda one, judged: 0.0, drop=0.01)
+    plain = sum(one.plain for one in shards.cut.traffic())
+    assert advice.forecast.sent_bytes == plain * 4 * 8 / 2  # float32, samples of a batch, ranks
+
+
+def test_what_works_together_has_a_line_to_type_and_a_script(typed):
+    shutil.copy(OWN, ".")
+    asked = ("advise", OWN.name, "--set", "kind=tables", "--workers", 2, "--gbit", 0.1)
+    page = typed(*asked)
+    (listed,) = (one for one in page.splitlines() if one.startswith("tables by row + int8 for the rest "))
+    assert "int8=*" in listed
+    script = typed(*asked, "--script", "the plan by price + KARMA")
+    assert "residency.hold(" in script and "parallelize(" in script and len(script.splitlines()) <= 10
 
 
 def test_targets_sort_a_script_prints_and_a_picture_is_drawn(typed, tmp_path):

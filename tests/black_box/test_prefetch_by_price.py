@@ -26,7 +26,7 @@ BY_ROW = {TABLE: "owned_rows"}
 FAR = armillary.Topology(2, 1, *[armillary.Link(5e-3, 1e6)] * 2, 1 << 33)  # look-ups in time are dear there
 TAKEN, OFF = (
     "prefetch was taken by price",
-    "prefetch is off (parallelize(..., prefetch=True) or train --autotune 4, for loops over run.batches): ",
+    "quickest other way: prefetch, exact, simulated step ",
 )
 
 

@@ -8,6 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 import armillary
+from armillary.planning.loop_schedules import stepping
+from armillary.planning.other_ways import OTHER
+from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.plans import Link, Topology
 from armillary.session.plan_job import JobRequest, ModelToPlan, plan_job
@@ -42,8 +45,9 @@ def topology(memory: int = GIB) -> Topology:
 def test_a_loop_of_the_users_own_keeps_its_plan_and_reads_what_a_pipeline_would_bring(profile):
     plan = armillary.plan(profile, topology())
     assert plan.schedule.name == "simultaneous"
-    said = [note for note in plan.notes if "run.step(micro_batches)" in note]
-    assert len(said) == 1 and "equals one process with the same micro-batches" in said[0], plan.notes
+    (way,) = stepping(plan, Case(profile, topology()), None)
+    assert "run.step(micro_batches)" in way.ask and "equal to one process with the same micro-batches" in way.ask
+    assert way.gain > 1 and any(note.startswith(OTHER) for note in plan.notes)
 
 
 def test_steps_taken_by_run_get_the_exact_schedule_that_takes_least(profile):
@@ -55,7 +59,8 @@ def test_what_was_not_tried_or_failed_is_noted_with_the_reason_and_not_taken(pro
     for splits, said in (("untried", "nobody tried"), ("1 keeps statistics of its batches", "keeps statistics")):
         plan = armillary.plan(replace(profile, splits=splits), topology(), steps_by_run=True)
         assert plan.schedule.name == "simultaneous"
-        assert any(said in note and "not by price" in note for note in plan.notes), plan.notes
+        (way,) = stepping(plan, Case(replace(profile, splits=splits), topology()), None)
+        assert said in way.ask and "not by price" in way.ask
 
 
 def test_micro_batches_that_the_user_cuts_need_no_trial(profile):

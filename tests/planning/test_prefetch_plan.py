@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 
 from armillary.exchanges.look_up import HEADER_BYTES
+from armillary.planning.other_ways import OTHER
 from armillary.planning.planner import plan
-from armillary.planning.prefetch import NO_TABLE, NOTE, PROSPECT, prefetching, with_announcements
+from armillary.planning.prefetch import NO_TABLE, NOTE, OFF, prefetching, with_announcements
 from armillary.planning.pricing import ADAM, SGD, Case
 from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Plan, seconds_text
 from planning_cases import LINKS_ONLY, dense, machines, model, table
 
 PROFILE = model(table("one", lookups=2.0, arrival=0), table("two", arrival=2), dense("head", arrival=1))
+AHEAD = f"{OTHER}prefetch, exact,"
 OWNED = {"one": Choice("owned_rows"), "two": Choice("owned_rows", {"order": "hashed"})}
 
 
@@ -47,33 +49,31 @@ def test_a_plan_with_prefetch_and_one_without_both_say_what_it_brings():
     ahead = prefetching(plain, PROFILE, machines())
     before, after = (seconds_text(simulate(one, case).step_seconds) for one in (plain, ahead))
     gain = f"simulated step {after} with prefetch, {before} without; rows that may go before the step: "
-    (prospect,) = (note for note in plain.notes if note.startswith(PROSPECT))
-    assert gain in prospect and "of one, " in prospect and prospect.endswith("of two")
-    assert ahead.notes[-1].startswith(gain)
-    assert not any(note.startswith(PROSPECT) for note in ahead.notes)
+    assert f"{AHEAD} simulated step {after}, not {before}: parallelize(..., prefetch=True)" in plain.notes[-1]
+    assert ahead.notes[-1].startswith(gain) and "of one, " in ahead.notes[-1] and ahead.notes[-1].endswith("of two")
     moving = made(assumptions=ADAM, links=machines(latency=1e-3))  # of whose rows none may go before the step
-    assert any(note.startswith(PROSPECT) and note.endswith("without") for note in moving.notes), moving.notes
+    assert any(note.startswith(AHEAD) for note in moving.notes), moving.notes
 
 
 def test_prefetch_that_brings_nothing_is_no_note():
     slow = made(links=machines(latency=0.0, megabits=1e6))
-    assert "owned_rows" in str(slow) and not any(note.startswith(PROSPECT) for note in slow.notes)
+    assert "owned_rows" in str(slow) and not any(note.startswith(AHEAD) for note in slow.notes)
 
 
 def test_prefetch_that_was_asked_for_or_offered_and_is_not_taken_says_why():
     whole = plan(PROFILE, machines(), constraints={"*": "all_reduce"}, prefetch=True)
     assert NO_TABLE in whole.notes and not whole.looks_ahead
     offered = plan(PROFILE, machines(latency=0.0, megabits=1e6), constraints=OWNED, assumptions=SGD, prefetch=None)
-    (note,) = (note for note in offered.notes if note.startswith(PROSPECT))
-    assert "prefetch is off, as it brings too little: simulated step " in note and not offered.looks_ahead
+    (note,) = (note for note in offered.notes if note.startswith(OFF))
+    assert f"{OFF}: simulated step " in note and not offered.looks_ahead
     assert not any(
-        note == NO_TABLE or note.startswith(PROSPECT) for note in plan(PROFILE, machines(1), prefetch=None).notes
+        note == NO_TABLE or note.startswith((OFF, AHEAD)) for note in plan(PROFILE, machines(1), prefetch=None).notes
     )
 
 
 def test_a_plan_without_tables_to_foresee_promises_nothing():
     for wishes in ({"one": "gather_rows", "two": "replicated"}, {"*": "replicated"}):
-        assert not any(note.startswith(PROSPECT) for note in made(wishes).notes)
+        assert not any(note.startswith(AHEAD) for note in made(wishes).notes)
 
 
 def test_a_plan_that_looks_ahead_is_left_as_it_is():

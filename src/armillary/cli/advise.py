@@ -46,7 +46,7 @@ def advise_asked(
         found = situation_of(model_to_plan(task, seed), topology, profile, typed=typed, measures=asked.measures)
         page = asked_of_all(found, asked.target, [_links(topology, machines)], tell)
         if asked.script:
-            page.script(asked.script)  # refuses what is none
+            page.script(asked.script)  # refuses what there is not
         return page
 
     def body(page: AdvicePage) -> int:
@@ -105,6 +105,7 @@ def _preamble(subject: AskedWorkload) -> tuple[str, ...]:
         source,
         f"task, _ = {made}, torch.manual_seed(0)",
         f"model, loss, batches = task.model(), task.loss, [*{drawn}]",
+        "optimizer = task.optimizer(model.parameters())",
     )
 
 

@@ -107,13 +107,13 @@ def _gradients(situation: Situation) -> Advice:
     if not (found.applies and found.forecast and by_row):
         return found
     name = "tables by row + int8 for the rest"
-    line = found.shell or found.python.splitlines()[-1]
-    return replace(found, combinations=(Combination(name, found.forecast, line, found.departures),))
+    both = Combination(name, found.forecast, found.departures, found.shell, found.python)
+    return replace(found, combinations=(both,))
 
 
 @advises("activation compression", "what pipeline stages hand on, in a byte a number", "methods/edges.md")
 def _edges(situation: Situation) -> Advice:
-    if situation.pipeline is None:
+    if situation.pipeline is None and situation.workers > 1:
         return not_for("no pipeline cuts this model" if situation.stage_counts else ONE_STAGE)
     schedule = situation.pipeline
     return planned(situation, "a byte a number", f"--schedule '{schedule}' --edge int8", schedule=schedule, edge="int8")

@@ -8,6 +8,7 @@ made of it and a topology (`planning/link_costs.py`), so an exchange is priced w
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -116,6 +117,11 @@ def _every_step(steps: int) -> bool:
     return True
 
 
+@lru_cache(64)
+def _share_due(due: Callable[[int], bool]) -> float:
+    return sum(map(due, range(SETTLED + 1, SETTLED + PERIOD + 1))) / PERIOD
+
+
 def _nothing_refused(layout: Layout) -> str:
     return ""
 
@@ -208,7 +214,7 @@ class DenseExchange(NamedTuple):
     @property
     def share_due(self) -> float:
         """Of the steps, how many push, in the long run."""
-        return 1.0 if self.due is _every_step else sum(map(self.due, range(SETTLED + 1, SETTLED + PERIOD + 1))) / PERIOD
+        return 1.0 if self.due is _every_step else _share_due(self.due)
 
     @property
     def period(self) -> int:

@@ -9,8 +9,9 @@ an outer step of rate 1 without momentum is the mean itself, and keeps no state;
 taken from the weights that the start left.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def local_steps(
     later = AveragedGradients("node", lambda taken: taken > start)
     met = DenseExchange(
         outer.push, 1, _sent_bytes, _legs, outer.oracle, carries="weights", refuses=_why_not,
-        due=lambda taken: taken >= max(1, outer.first(start)) and (taken - start) % steps == 0,
+        due=_meets(max(1, outer.first(start)), start, steps),
         mechanisms=outer.mechanisms,
         gradients=(*[first] * (start > 0), *[later] * (inside == "node")), says=_said(steps, start, inside),
     )  # fmt: skip
@@ -81,6 +82,11 @@ def local_steps(
     kept = f"{met.says}; beside them each rank keeps the weights of the last meeting and a momentum"
     dealt: Mapping[str, Resharding] = {ANCHOR: "same", MOMENTUM: "same", MEETINGS: "same"}
     return met._replace(begin=outer.begin, resharding=dealt, counts={MEETINGS: lambda shape: 1}, says=kept)
+
+
+@lru_cache(64)  # one function for the same options, as a planner makes this exchange thousands of times
+def _meets(first: int, start: int, steps: int) -> Callable[[int], bool]:
+    return lambda taken: taken >= first and (taken - start) % steps == 0
 
 
 def _said(steps: int, start: int, inside: str) -> str:

@@ -28,7 +28,7 @@ from armillary.exchanges.dense import EarlyLegs, Leg, Legs
 from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.exchanges.parcel import RankInfo
-from armillary.plans.advice import Advice, Combination, Situation, advises, not_for, planned
+from armillary.plans.advice import Advice, Combination, Situation, advises, not_for, parallelized, planned
 from armillary.plans.choice import Choice
 from armillary.plans.parameter import ParameterFact
 from armillary.plans.requests import AllToAll, Program
@@ -198,8 +198,9 @@ def _combined(situation: Situation) -> tuple[Combination, ...]:
     found = []
     ahead = situation.price(prefetch=True)
     if ahead.plan.looks_ahead:
-        line = situation.train() or "armillary.parallelize(..., prefetch=True), in a loop over run.batches(loader)"
-        found.append(Combination("tables by row + prefetch", ahead.forecast, line))
+        loop = "for batch in run.batches(batches):", "    loss(model, batch).backward(), optimizer.step()"
+        shell, python = situation.train("--autotune 4"), parallelized(*loop, prefetch=True)
+        found.append(Combination("tables by row + prefetch", ahead.forecast, shell=shell, python=python))
     by_row = [group for group in situation.chosen.plan.groups if group.exchange and group.exchange.name == "owned_rows"]
     if not by_row:
         return tuple(found)
@@ -210,6 +211,6 @@ def _combined(situation: Situation) -> tuple[Combination, ...]:
     except ValueError:  # nothing but tables, or one that cannot be coded
         return tuple(found)
     asked = {"*": "bf16", **{name: str(way) for name, way in ways.items()}}
-    typed = situation.train(" ".join(f"--exchange '{way}={name}'" for name, way in asked.items()))
-    name = "tables by row + bfloat16"
-    return (*found, Combination(name, both.forecast, typed or f"constraints={asked}", both.plan.departures))
+    shell = situation.train(" ".join(f"--exchange '{way}={name}'" for name, way in asked.items()))
+    name, python = "tables by row + bfloat16", parallelized(constraints=asked)
+    return (*found, Combination(name, both.forecast, both.plan.departures, shell, python))

@@ -18,10 +18,10 @@ def _advice(situation: Situation) -> Advice:
         sliced(situation.model, situation.loss, situation.batches[0], 2, None)
     except (ValueError, RuntimeError) as error:
         return not_for(str(error))
+    kept = f"at=2, classes={classes}, labels=lambda batch: batch[1]"
     python = situation.script(
         "from armillary import local_losses",
-        f"parts = local_losses.apart(model, loss, batches[0], at=2, classes={classes}, labels=lambda batch: batch[1])",
-        "for part in parts:",
+        f"for part in local_losses.apart(model, loss, batches[0], {kept}):",
         "    optimizer = torch.optim.SGD(part.parameters(), lr=0.01)",
         "    for given in part.batches(batches, epochs=1):",
         "        part.loss(given).backward(), optimizer.step(), optimizer.zero_grad()",

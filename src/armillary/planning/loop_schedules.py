@@ -1,8 +1,8 @@
-"""Exact schedules that own the loop, beside the plan for a loop of the user's own: priced, and taken or only noted.
+"""Exact schedules that own the loop, beside the plan for a loop of the user's own: priced, and taken or only named.
 
 A pipeline or accumulation equals one process that takes the same micro-batches. So it may be taken by price only where
 the user gave the micro-batches, or where it was tried that a batch is the mean of its parts (`Profile.splits`); and
-only where the caller says that steps are taken by `run.step`. Otherwise the plan's note says what it would bring.
+only where the caller says that steps are taken by `run.step`. Otherwise it is one of the plan's other ways.
 
 Prices are seconds for as much data as one worker's batch: a step of N workers has N of them, a pipeline's may differ.
 """
@@ -10,6 +10,7 @@ Prices are seconds for as much data as one worker's batch: a step of N workers h
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, dense_update_seconds
 from armillary.planning.simulator import simulate
 from armillary.planning.stage_plan import plan_staged
@@ -17,10 +18,9 @@ from armillary.planning.step_time import all_reduce_seconds
 from armillary.plans.choice import Choice
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
-from armillary.plans.units import seconds_text
 from armillary.schedules.registry import SCHEDULES, options_of
 
-__all__ = ["WORTH", "StepWay", "fitting", "may_cut", "noted", "quickest", "step_seconds"]
+__all__ = ["WORTH", "StepWay", "fitting", "may_cut", "quickest", "step_seconds", "stepping"]
 
 PARTS = (1, 2, 4)  # of a batch, where it may be cut
 WORTH = 1.1  # a gain that is worth a note, and another way to step
@@ -60,19 +60,17 @@ def fitting(case: Case, micro_batches: int | None) -> list[StepWay]:
     return sorted(ways, key=lambda way: way.seconds)
 
 
-def noted(plain: Plan, case: Case, micro_batches: int | None) -> Plan:
-    """The plan with what an exact schedule that owns the loop would bring, if that is much."""
+def stepping(plain: Plan, case: Case, micro_batches: int | None) -> Iterator[OtherWay]:
+    """The exact schedule that owns the loop and is quickest, if it brings much. Seconds are those of one batch."""
     way, mine = quickest(case, micro_batches), step_seconds(plain, case)
     if way is None or mine < WORTH * way.seconds:
-        return plain
-    gain = f"schedule {way.plan.schedule} would take {seconds_text(way.seconds)} a batch, not {seconds_text(mine)}"
-    splits, typed = case.profile.splits, f"train --schedule '{way.plan.schedule}'"
+        return
+    splits, ask = case.profile.splits, f"{HOW} (train --schedule '{way.plan.schedule}')"
     if micro_batches is None and splits != "exact":
         why = "nobody tried whether a batch is the mean of its parts" if splits == "untried" else splits
-        said = f"{gain}, but not by price: {why}. Cut micro-batches yourself and name the schedule ({typed})"
-    else:
-        said = f"{gain} and equals one process with the same micro-batches: {HOW} ({typed})"
-    return replace(plain, notes=(*plain.notes, said))
+        ask = f"not by price, as {why}; cut micro-batches yourself: {ask}"
+    ask, each = f"equal to one process with the same micro-batches, {ask}", case.topology.workers
+    yield OtherWay(f"schedule {way.plan.schedule}", True, each * mine, each * way.seconds, ask)
 
 
 def step_seconds(plain: Plan, case: Case) -> float:

@@ -1,8 +1,8 @@
-"""Why a plan is what it is, and what exchanges that are not exact would bring: said in notes.
+"""Why a plan is what it is, and what exchanges that are not exact would bring.
 
-No price says what a departure does to the loss. So a plan stays exact, and a note says what the other ways would save
-here, what they cost, and how to ask for one; or that none of them helps. Where the user allows a departure, the mildest
-way among those that are about the quickest is taken.
+No price says what a departure does to the loss. So a plan stays exact, and a note may say what another way would bring
+here, and how to ask for it. Where the user allows a departure, the mildest way among those that are about the quickest
+is taken.
 """
 
 import math
@@ -17,6 +17,7 @@ from armillary.planning.constraints import allows, why_not, why_not_by_row
 from armillary.planning.demand import MAY_BE_ALLOWED
 from armillary.planning.grouping import consensus_of, dense_group, is_ownerless
 from armillary.planning.memory import needed_bytes
+from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, dense_forecast, idle_round
 from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
@@ -25,7 +26,16 @@ from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import Plan
 from armillary.plans.units import bytes_text, seconds_text
 
-__all__ = ["Verdict", "reason", "verdicts", "with_edges_weighed", "with_named_weighed", "with_savings", "with_taken"]
+__all__ = [
+    "Verdict",
+    "departing",
+    "reason",
+    "verdicts",
+    "with_allowed",
+    "with_edges_weighed",
+    "with_named_weighed",
+    "with_taken",
+]
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,6 @@ def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question
 
 WORTH_SAYING = 1.15
 WORTH_CHANGING = 0.02  # of a step: forecasts do not tell less apart
-NOT_TIMED = "what coding takes is not measured here but a default: armillary measure times it for --topology"
 CODED_ROWS = (
     "rows are rounded or thinned where they travel; what a code leaves out is lost, the owner's row is as it was"
 )
@@ -134,21 +143,31 @@ class _Way(NamedTuple):
         return dense_exchanges()[self.choice.name].departs
 
 
-def with_savings(plan: Plan, question: Question, allow: Collection[str] = ()) -> Plan:
-    """The plan, or a milder-or-quicker one of the departures that are allowed; with what is not exact about it, and
-    what the ways that depart would save, or that they save nothing."""
-    ways = list(_ways(plan, question)) if question.case.topology.workers > 1 else []
+def with_allowed(plan: Plan, question: Question, allow: Collection[str] = ()) -> Plan:
+    """The plan, or a milder-or-quicker one of the departures that are allowed; with what is not exact about it."""
+    if not allow or question.case.topology.workers == 1:
+        return with_taken(plan)
+    now = simulate(plan, question.case).step_seconds
+    allowed = [way for way in _ways(plan, question) if set(way.departs) <= set(allow) and _fits(way.plan, question)]
+    taken = _mildest(allowed, now)
+    if taken is None:
+        return with_taken(plan)
+    said = f"allowed {', '.join(taken.departs)}: {_steps(taken, now)}"
+    return with_taken(replace(taken.plan, notes=(*taken.plan.notes, said)))
+
+
+def departing(plan: Plan, question: Question) -> Iterator[OtherWay]:
+    """Of ways that depart alike and fit, the mildest of those that are about the quickest, where that saves much."""
+    ways = [way for way in _ways(plan, question) if _fits(way.plan, question)]
     now = simulate(plan, question.case).step_seconds if ways else 0.0
-    allowed = [way for way in ways if set(way.departs) <= set(allow) and _fits(way.plan, question)]
-    taken, said = _mildest(allowed, now), []
-    if taken is not None:
-        plan = taken.plan
-        said.append(f"allowed {', '.join(taken.departs)}: {_steps(taken, now)}")
-    said += _said_of_taken(plan)
-    for departs in dict.fromkeys(way.departs for way in ways if taken is None):
-        note = _note([way for way in ways if way.departs == departs], now)
-        said.append(note if _is_timed(question) else f"{note} ({NOT_TIMED})")
-    return replace(plan, notes=(*plan.notes, *said)) if said else plan
+    for departs in dict.fromkeys(way.departs for way in ways):
+        best = _mildest([way for way in ways if way.departs == departs], now)
+        if best is None or now / best.seconds < WORTH_SAYING:
+            continue
+        ask = f"constraints={{'*': '{best.choice}'}} (--exchange '{best.choice}=*')"
+        if set(departs) <= set(MAY_BE_ALLOWED):
+            ask = f"allow={departs!r} (--allow {' --allow '.join(departs)})"
+        yield OtherWay(str(best.choice), False, now, best.seconds, ask)
 
 
 def with_taken(plan: Plan) -> Plan:
@@ -201,11 +220,6 @@ def _said_of_taken(plan: Plan) -> list[str]:
     return [*said, *(f"NOT exact: {choice}: {CODED_ROWS}" for choice in _coded_rows(plan))]
 
 
-def _is_timed(question: Question) -> bool:
-    processor = question.case.topology.processor
-    return processor is not None and bool(processor.coding)
-
-
 def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:
     """Of those that are about the quickest the mildest, ways being in that order; None where the exact plan is."""
     limit = CLOSE * min([now, *(way.seconds for way in ways)])
@@ -214,22 +228,6 @@ def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:
 
 def _fits(plan: Plan, question: Question) -> bool:
     return needed_bytes(plan, question.case) <= question.case.topology.memory_bytes
-
-
-def _note(ways: Sequence[_Way], now: float) -> str:
-    """What the best of ways that depart alike would save, and how to ask for it."""
-    best = _mildest(ways, now) or min(ways, key=lambda way: way.seconds)
-    words = ", ".join(best.departs)
-    if now / best.seconds < WORTH_SAYING:
-        quickest = min(ways, key=lambda way: way.seconds)
-        return f"nothing {words} helps at these links: the quickest would be {quickest.choice}, {_steps(quickest, now)}"
-    ask = f"constraints={{'*': '{best.choice}'}} (--exchange '{best.choice}=*')"
-    if set(best.departs) <= set(MAY_BE_ALLOWED):
-        ask = f"allow={best.departs!r} (--allow {' --allow '.join(best.departs)})"
-    return (
-        f"would save {now / best.seconds:.1f}x at this link, NOT exact: {best.choice}: {_steps(best, now)}. "
-        f"To take it, {ask}; armillary advise compares all methods"
-    )
 
 
 def _steps(way: _Way, now: float) -> str:

@@ -4,15 +4,11 @@
 large buckets are the simulated step decides. `plan_by_rule` decides by Parallax's rule alone, and forecasts;
 `plan(rule="parallax")` adds its search for the number of owners. All honour the user's constraints or refuse them.
 
-While a loop is watched nobody knows yet how its model reads. Then everything is whole on every worker, as in plain data
-parallelism, but large tensors send only the rows that some worker touched: exact for any model.
-
 Source: the choice per parameter is Parallax's (Kim et al., EuroSys 2019); enumerate, price and choose is TorchRec's
 planner. Departure from the latter: alpha is measured on real batches instead of being a constraint fed by hand.
 """
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +19,6 @@ from armillary.exchanges.exchange import build_dense, dense_exchanges, row_excha
 from armillary.planning.candidates import Candidate, Question, candidate, default_limits, peak_bytes, ruled
 from armillary.planning.constraints import (
     LISTED,
-    UNKNOWN,
     allows,
     coded_beside,
     departs,
@@ -34,20 +29,22 @@ from armillary.planning.constraints import (
 )
 from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.grouping import WHOLE, by_clock, consensus_of, groups, sizes
-from armillary.planning.loop_schedules import WORTH, fitting, may_cut, noted, quickest, step_seconds
+from armillary.planning.loop_schedules import WORTH, fitting, may_cut, quickest, step_seconds, stepping
 from armillary.planning.memory import NothingFits, cheapest, fit, margin, menu, refuse_too_large
 from armillary.planning.notes import (
     Verdict,
+    departing,
     reason,
     verdicts,
+    with_allowed,
     with_edges_weighed,
     with_named_weighed,
-    with_savings,
     with_taken,
 )
+from armillary.planning.other_ways import with_quickest
 from armillary.planning.owner_plan import plan_owned
 from armillary.planning.partition_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
-from armillary.planning.prefetch import prefetching_as_asked, prefetching_by_price, with_prospect
+from armillary.planning.prefetch import looking_ahead, prefetching_as_asked, prefetching_by_price
 from armillary.planning.pricing import ADAM, Assumptions, Case
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
@@ -57,24 +54,20 @@ from armillary.planning.step_time import with_expected, with_slower_said
 from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import exact_keywords
 from armillary.plans.mesh import Mesh
-from armillary.plans.parameter import ParameterFact, StageFact
 from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
 from armillary.plans.profile import Profile
-from armillary.plans.topology import TURN_BYTES, Topology
-from armillary.plans.units import bytes_text
+from armillary.plans.topology import Topology
 from armillary.schedules.registry import SCHEDULES, read, why_not_carried
 
 __all__ = [
-    "blank_profile",
     "bucketings",
     "explain",
-    "is_provisional",
     "make_plan",
     "notes_on_hosts",
     "plan",
     "plan_by_rule",
-    "provisional_plan",
     "tables_to_search",
+    "with_other_way",
 ]
 
 NONE_SEARCHED: Mapping[str, OwnerSearch] = MappingProxyType({})
@@ -170,10 +163,9 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
         question = _question(case, request)
         forecast = {table.name: by_forecast(table, question) for table in searched_tables(question)}
         made = plan_by_rule(case, request, {**forecast, **timed})
-        return with_expected(_prefetched(made, request, case), case)
-    is_free = not request.constraints and request.mean == "workers"  # else no schedule that owns the loop honours it
+        return with_other_way(with_expected(_prefetched(made, request, case), case), case, request)
     micro_batches = request.micro_batches
-    may_take = is_free and request.steps_by_run and may_cut(case, micro_batches)
+    may_take = _is_free(request) and request.steps_by_run and may_cut(case, micro_batches)
     try:
         plain = bucketings(case, request)[0]
     except NothingFits:
@@ -182,12 +174,28 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
             raise
         return ways[0].told(case)
     plain = _weighed(with_expected(_prefetched(plain, request, case), case), request, case)
-    if not is_free or topology.workers == 1:
-        return plain
-    way = quickest(case, micro_batches) if may_take else None
+    way = quickest(case, micro_batches) if may_take and topology.workers > 1 else None
     if way is not None and step_seconds(plain, case) >= WORTH * way.seconds:
         return way.told(case)
-    return noted(plain, case, micro_batches)
+    return with_other_way(plain, case, request)
+
+
+def _is_free(request: PlanRequest) -> bool:
+    """Nothing is asked for that no schedule that owns the loop honours."""
+    return not request.constraints and request.mean == "workers"
+
+
+def with_other_way(made: Plan, case: Case, request: PlanRequest) -> Plan:
+    """The plan with a note on the other way that would shorten its step most.
+
+    Args:
+        made: a plan for a loop of the user's own.
+    """
+    if made.workers == 1:
+        return made
+    ways = [*departing(made, _question(case, request)), *looking_ahead(made, case)]
+    ways += stepping(made, case, request.micro_batches) if _is_free(request) else []
+    return with_quickest(made, ways)
 
 
 def _prefetched(made: Plan, request: PlanRequest, case: Case) -> Plan:
@@ -214,7 +222,7 @@ def bucketings(case: Case, request: PlanRequest) -> tuple[Plan, ...]:
     """The cheapest plan that fits, in buckets of every size that makes a difference, the one to take first."""
     question = _question(case, request)
     first, *others = _bucketings(question, request.mean)
-    return with_savings(first, question, request.allow), *others
+    return with_allowed(first, question, request.allow), *others
 
 
 def _bucketings(question: Question, mean: Mean) -> tuple[Plan, ...]:
@@ -225,8 +233,7 @@ def _bucketings(question: Question, mean: Mean) -> tuple[Plan, ...]:
     chosen = fit(free, options, question)
     reasons = {fact.name: reason(fact, free, chosen, question) for fact in question.trained}
     sized = [replace(question, limits=limits) for limits in sizes(topology.backend)]
-    first, *others = by_clock([_written(chosen, reasons, one, mean) for one in sized], case)
-    return with_prospect(first, case), *others
+    return tuple(by_clock([_written(chosen, reasons, one, mean) for one in sized], case))
 
 
 def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerSearch] = NONE_SEARCHED) -> Plan:
@@ -253,7 +260,7 @@ def plan_by_rule(case: Case, request: PlanRequest, searched: Mapping[str, OwnerS
     refuse_too_large(chosen, question)
     made = _written(chosen, reasons, question, request.mean)
     made = replace(made, notes=(*made.notes, *(note(one, question) for one in searched.values())))
-    return with_expected(with_prospect(made, case), case)
+    return with_expected(made, case)
 
 
 def tables_to_search(case: Case, request: PlanRequest) -> tuple[SearchedTable, ...]:
@@ -384,45 +391,3 @@ def _of_optimizers(question: Question) -> list[str]:
             "leaves all other rows alone, here as in one process"
         )
     return notes
-
-
-NOTE = "provisional: the first steps of the loop are watched, then a plan is made of what they read"
-REASON = "not known yet how it is read"
-
-
-def blank_profile(parameters: Sequence[ParameterFact], topology: Topology) -> Profile:
-    """Of a model of which only its parameters are known."""
-    whole = StageFact("", 0, sum(fact.bytes for fact in parameters), 0, 0.0, 0.0)
-    return Profile(tuple(parameters), (whole,), topology.workers, topology.workers, topology.workers_per_node)
-
-
-def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions: Assumptions) -> Plan:
-    """
-    Args:
-        seen: `blank_profile`. topology: its memory is all that a rank may hold, the model too.
-
-    Raises:
-        ValueError: whole gradients and optimizer state do not fit beside the model.
-    """
-    trained = [fact for fact in seen.parameters if fact.requires_grad]
-    large = [fact for fact in trained if len(fact.shape) > 1 and fact.bytes >= TURN_BYTES]
-    wanted = {fact.name: UNKNOWN for fact in large if topology.workers > 1}
-    wanted |= {fact.name: LISTED for fact in trained if assumptions.of(fact.name).lists_rows}
-    roomy = replace(topology, memory_bytes=sys.maxsize)
-    made = bucketings(Case(seen, roomy, assumptions), PlanRequest(wanted, mean=mean))[0]
-    weights = sum(fact.bytes for fact in trained)
-    more = made.forecast.memory_bytes - weights
-    room = topology.memory_bytes - sum(fact.bytes for fact in seen.parameters)
-    if more > room:
-        raise ValueError(
-            f"parallelize: the first steps would hold the whole model on every worker: {bytes_text(weights)} of "
-            f"parameters, and {bytes_text(more)} of gradients and optimizer state, of which "
-            f"{bytes_text(max(0, room))} are free; give batches=..., loss=...: then the plan is made, and "
-            "tables are spread, before the first step"
-        )
-    groups = tuple(replace(group, reason=REASON) for group in made.groups)
-    return replace(made, groups=groups, notes=(NOTE,), topology_fingerprint=topology.fingerprint)
-
-
-def is_provisional(plan: Plan) -> bool:
-    return NOTE in plan.notes

@@ -6,13 +6,14 @@ makes the simulated step shorter. Otherwise ids and counts go early, and rows ri
 many rows stay put is taken from the profile (`traffic.staying_share`): those that no worker read in the step before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
 from armillary.exchanges.look_up import PREDICTED, announcement_bytes, round_leg
 from armillary.planning.activities import payer
 from armillary.planning.link_costs import leg_seconds, staying_share
+from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_forecast, row_work
 from armillary.planning.simulator import simulate
 from armillary.plans.group import Forecast, Group, PrefetchKind
@@ -22,16 +23,17 @@ from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 
 __all__ = [
+    "looking_ahead",
     "prefetchable",
     "prefetching",
     "prefetching_as_asked",
     "prefetching_by_price",
     "with_announcements",
-    "with_prospect",
 ]
 
 NOTE = "bytes are forecast for a loop over run.batches in which every look-up of tables that prefetch is prefetched"
-PROSPECT = "prefetch is off"
+OFF = "prefetch is off, as it brings too little"
+HOW = "parallelize(..., prefetch=True) or train --autotune 4, for loops over run.batches"
 BY_PRICE = "prefetch was taken by price, since the loader is torch's own; prefetch=False leaves it"
 NO_TABLE = "prefetch was asked for and is not taken: no table of this plan is dealt out by row"
 WORTH = 1.02  # a gain below it is none: the clock knows neither waits nor crowds
@@ -58,8 +60,7 @@ def prefetching(plan: Plan, profile: Profile, topology: Topology, *, may_wait: b
     case = Case(profile, topology, assumptions_behind(plan))
     before_seconds = simulate(plan, case).step_seconds
     ahead = _prefetching_plan(plan, names, case, may_wait)
-    notes = tuple(note for note in plan.notes if not note.startswith(PROSPECT))
-    return replace(ahead, notes=(*notes, NOTE, _gain(before_seconds, ahead, case)))
+    return replace(ahead, notes=(*plan.notes, NOTE, _gain(before_seconds, ahead, case)))
 
 
 def prefetching_as_asked(plan: Plan, profile: Profile, topology: Topology) -> Plan:
@@ -78,23 +79,18 @@ def prefetching_by_price(plan: Plan, profile: Profile, topology: Topology) -> Pl
     before_seconds = simulate(plan, case).step_seconds
     if before_seconds >= WORTH * simulate(ahead, case).step_seconds:
         return replace(ahead, notes=(*ahead.notes, BY_PRICE))
-    if any(note.startswith(PROSPECT) for note in plan.notes):  # which says how it would pay
-        return plan
-    return replace(
-        plan, notes=(*plan.notes, f"{PROSPECT}, as it brings too little: {_steps(before_seconds, ahead, case)}")
-    )
+    return replace(plan, notes=(*plan.notes, f"{OFF}: {_steps(before_seconds, ahead, case)}"))
 
 
-def with_prospect(plan: Plan, case: Case) -> Plan:
-    """The same plan; if it has tables that could prefetch and gain by it, its notes say what."""
+def looking_ahead(plan: Plan, case: Case) -> Iterator[OtherWay]:
+    """The same plan with prefetch, if it has tables that could and gains by it."""
     names = prefetchable(plan)
     if not names or plan.workers == 1:
-        return plan
-    before_seconds, ahead = simulate(plan, case).step_seconds, _prefetching_plan(plan, names, case)
-    if before_seconds < WORTH * simulate(ahead, case).step_seconds:
-        return plan
-    how = "parallelize(..., prefetch=True) or train --autotune 4, for loops over run.batches"
-    return replace(plan, notes=(*plan.notes, f"{PROSPECT} ({how}): {_gain(before_seconds, ahead, case)}"))
+        return
+    before_seconds = simulate(plan, case).step_seconds
+    after_seconds = simulate(_prefetching_plan(plan, names, case), case).step_seconds
+    if before_seconds >= WORTH * after_seconds:
+        yield OtherWay("prefetch", True, before_seconds, after_seconds, HOW)
 
 
 def _gain(before_seconds: float, ahead: Plan, case: Case) -> str:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from armillary.plans.advice import ADVICE, Advice, Situation, advisers, advises, not_for, planned
+    from armillary.plans.advice import ADVICE, Advice, Combination, Situation, advisers, advises, not_for, planned
     from armillary.plans.choice import Choice
     from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
     from armillary.plans.layout import Layout, layout_of
@@ -63,6 +63,7 @@ __all__ = [
     "Axis",
     "Choice",
     "CodingRate",
+    "Combination",
     "Event",
     "Forecast",
     "Group",
@@ -112,7 +113,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "advice": ("ADVICE", "Advice", "Situation", "advisers", "advises", "not_for", "planned"),
+    "advice": ("ADVICE", "Advice", "Combination", "Situation", "advisers", "advises", "not_for", "planned"),
     "choice": ("Choice",),
     "group": ("DEPARTURES", "EXACT", "Forecast", "Group", "StagePlan"),
     "layout": ("Layout", "layout_of"),

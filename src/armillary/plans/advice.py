@@ -34,11 +34,13 @@ __all__ = [
     "advisers",
     "advises",
     "not_for",
+    "parallelized",
     "planned",
     "planned_in_stages",
 ]
 
 TARGETS = ("seconds", "memory", "bytes", "latency")  # that rows are sorted by
+MOST_LINES = 10  # of a script
 MOST_SECONDS = 5.0  # that a forecast may take unless its user asks for it
 ONE_RANK = "one worker: nothing crosses"
 ONE_STAGE = "one stage: nothing to pipeline"
@@ -151,12 +153,18 @@ class MethodPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Combination:
-    """Methods that work together, priced together."""
+    """Methods that work together, priced together. Fields as those of `Advice`."""
 
     name: str
-    forecast: Forecast
-    line: str
+    forecast: Forecast | None
     departures: tuple[str, ...] = ()
+    shell: str = ""
+    python: str = ""
+    tells: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "departures", checked(self.departures))
+        _refuse_silent(self.shell, self.python, self.tells, self.forecast is not None)
 
 
 @dataclass(frozen=True)
@@ -186,14 +194,20 @@ class Advice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "departures", checked(self.departures))
-        if self.applies and not (self.shell or self.python):
-            raise ValueError("advice: a method that applies says how: give shell= or python=")
-        if self.applies and self.forecast is None and self.latency_seconds is None and not self.tells:
-            raise ValueError("advice: want a forecast, or tells=, the command that would tell what it brings")
-        if not self.applies and not self.reason:
+        if self.applies:
+            is_known = self.forecast is not None or self.latency_seconds is not None
+            _refuse_silent(self.shell, self.python, self.tells, is_known)
+        elif not self.reason:
             raise ValueError("advice: a method that does not apply says why: give reason=")
-        if len(self.python.splitlines()) > 10:
-            raise ValueError(f"advice: want a script of at most ten lines, got {len(self.python.splitlines())}")
+
+
+def _refuse_silent(shell: str, python: str, tells: str, is_known: bool) -> None:
+    if not (shell or python):
+        raise ValueError("advice: a method that applies says how: give shell= or python=")
+    if not (is_known or tells):
+        raise ValueError("advice: want a forecast, or tells=, the command that would tell what it brings")
+    if len(python.splitlines()) > MOST_LINES:
+        raise ValueError(f"advice: want a script of at most {MOST_LINES} lines, got {len(python.splitlines())}")
 
 
 @dataclass(frozen=True)
@@ -258,17 +272,15 @@ def planned(
         made = situation.price(**asked)
     except ValueError as error:
         return not_for(str(error))
+    shell, python = situation.train(options), parallelized(**asked)
+    return Advice(True, reason, made.forecast, made.plan.departures, shell, python, source=made.plan)
+
+
+def parallelized(*more: str, **asked: Any) -> str:
+    """Lines of a script that ask for a plan by these keywords, and then more of them."""
     words = [f"{name}={str(one) if isinstance(one, Choice) else one!r}" for name, one in asked.items()]
     call = f"run = armillary.parallelize({', '.join(['model', 'optimizer', 'batches', 'loss', *words])})"
-    return Advice(
-        True,
-        reason,
-        made.forecast,
-        made.plan.departures,
-        situation.train(options),
-        f"import armillary\n{call}",
-        source=made.plan,
-    )
+    return "\n".join(("import armillary", call, *more))
 
 
 def planned_in_stages(situation: Situation, name: str, **options: Any) -> Advice:

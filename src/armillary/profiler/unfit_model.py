@@ -9,7 +9,7 @@ rank, or one would wait for ever (`makes_collectives`).
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from armillary.profiler.probe import Loss
 from armillary.tables.handle import TableHandle
 from armillary.transport.transport import Transport
 
-__all__ = ["AT_WORK", "makes_collectives", "unfit_model"]
+__all__ = ["AT_WORK", "at_rest", "makes_collectives", "unfit_model"]
 
 
 def makes_collectives(model: nn.Module, draw: Callable[[], Any], loss: Loss, transport: Transport) -> bool:
@@ -55,6 +55,18 @@ class _Collectives(TorchDispatchMode):
 
 
 AT_WORK: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with parameters that an open run trains
+
+
+@contextmanager
+def at_rest(model: nn.Module) -> Iterator[None]:
+    """Inside, it may be looked at though an open run trains it, of which nothing hangs on its parameters now."""
+    working = [module for module in model.modules() if module in AT_WORK]
+    AT_WORK.difference_update(working)
+    try:
+        yield
+    finally:
+        AT_WORK.update(working)
+
 
 WRAPPERS = {
     "DistributedDataParallel": "is wrapped in DistributedDataParallel, which exchanges gradients itself; hand in the "

@@ -38,7 +38,7 @@ def _advice(situation: Situation) -> Advice:
     found = search(kept.chain, budget, None, {})
     made = ResidencyPlan(kept.chain, found.residencies, found.slots, budget, None, found.gap)
     forecast = _beside(situation.chosen.forecast, kept, made, situation.workers)
-    line = _typed(situation, budget) or f"armillary.residency.hold(model, batches, loss, memory_bytes={budget})"
+    both = Combination("the plan by price + KARMA", forecast, python=_script(situation, budget, is_planned=True))
     return Advice(
         True,
         f"a pass takes {seconds_text(made.forecast.seconds)}, not {seconds_text(kept.forecast.seconds)}",
@@ -47,7 +47,7 @@ def _advice(situation: Situation) -> Advice:
         _typed(situation, budget),
         _script(situation, budget),
         source=made,
-        combinations=(Combination("the plan by price + KARMA", forecast, line),),
+        combinations=(both,) if situation.workers > 1 else (),
     )
 
 
@@ -63,12 +63,19 @@ def _typed(situation: Situation, budget: int) -> str:
     return f"armillary residency {situation.typed} --memory {budget // 1024 + 1}KiB" if situation.typed else ""
 
 
-def _script(situation: Situation, budget: int) -> str:
+def _script(situation: Situation, budget: int, is_planned: bool = False) -> str:
+    step = "loss(model, batch).backward(), optimizer.step(), optimizer.zero_grad()"
+    if is_planned:
+        return situation.script(
+            "from armillary import parallelize, residency  # under torchrun",
+            "run = parallelize(model, optimizer, batches, loss)",
+            f"with residency.hold(model, batches, loss, memory_bytes={budget}):  # around the loop as it is",
+            "    for batch in batches[run.rank :: run.workers]:",
+            f"        {step}",
+        )
     return situation.script(
         "from armillary import residency",
-        f"held = residency.hold(model, batches, loss, memory_bytes={budget})",
-        "with held:  # around the loop as it is",
+        f"with residency.hold(model, batches, loss, memory_bytes={budget}):  # around the loop as it is",
         "    for batch in batches:",
-        "        loss(model, batch).backward()",
-        "        optimizer.step(), optimizer.zero_grad()",
+        f"        {step}",
     )

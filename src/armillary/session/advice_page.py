@@ -1,7 +1,6 @@
 """All advice on one page of at most 60 lines, as JSON, and as a picture: seconds against memory."""
 
-import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ from armillary.plans.units import WIDTH, Page, Table, bytes_text, page_text, sec
 __all__ = ["AdvicePage", "Row", "bottleneck"]
 
 NOT_KNOWN = "not known"
+TOO_MUCH = "!"  # of memory
+LONGEST = 48  # of an option in a column
 FULL = 1 << 50  # bytes; no rank has more
 MIB = 1 << 20
 MOSTLY = 0.5  # of a step
@@ -88,16 +89,20 @@ class AdvicePage:
     target: str = "seconds"
 
     def script(self, method: str) -> str:
-        """
+        """Of a method, or of a combination as it is named on the page.
+
         Raises:
             ValueError: no such method, or it does not apply.
         """
-        found = {row.method: row for row in self.rows}
+        combined = {one.name: one.python for one in self.combinations}
+        found = {row.method: row.advice for row in self.rows}
+        if method in combined:
+            return combined[method]
         if method not in found:
-            raise ValueError(f"advise: no method {method!r}; there are {', '.join(found)}")
-        if not found[method].advice.applies:
-            raise ValueError(f"advise: {method} does not apply: {found[method].advice.reason}")
-        return found[method].advice.python
+            raise ValueError(f"advise: no method {method!r}; there are {', '.join((*found, *combined))}")
+        if not found[method].applies:
+            raise ValueError(f"advise: {method} does not apply: {found[method].reason}")
+        return found[method].python
 
     def page(self) -> Page:
         """At most 60 lines."""
@@ -108,13 +113,17 @@ class AdvicePage:
         other = [row for row in training if row.advice.departures]
         parts: list[Any] = [f"{self.sentence}\n{self._plan()}"]
         verb, given = ("To type", "") if self.typed else ("To write", " with batches and loss as here")
-        parts += [f"{verb}: {self._begins}{given}, then the last column."] if any(map(self._option, training)) else []
+        together = self.combinations if training else ()
+        said: dict[str, Advice | Combination] = {row.method: row.advice for row in (*training, *serving)}
+        said |= {one.name: one for one in together}
+        has_option = any(self._option(row.advice) for row in training)
+        parts += [f"{verb}: {self._begins}{given}, then the last column."] if has_option else []
         parts += [self._table("exact", exact)] if exact else []
         parts += [self._table("not exact", other), _legend(other)] if other else []
         parts += [self._serving(serving)] if serving else []
-        parts += [self._together()] if self.combinations and training else []
-        apart = [self._line(row) for row in (*training, *serving) if not self._option(row)]
-        parts += ["\n".join(apart)] if apart else []
+        parts += [self._together()] if together else []
+        parts += ["!: more than a rank has"] if not all(row.fits for row in training) else []
+        parts += self._apart({name: one for name, one in said.items() if not self._option(one)})
         left = [row for row in self.rows if not row.advice.applies and (training or row.is_inference)]
         parts += ["Not for this:\n" + "\n".join(map(_left_out, left))] if left else []
         parts.append(f"Assumed: {'; '.join(self.assumed)}.")
@@ -135,11 +144,12 @@ class AdvicePage:
             return f"armillary train {self.typed} --workers {self.topology.workers}"
         return "armillary.parallelize(model, optimizer, batches, loss, ...)"
 
-    def _option(self, row: Row) -> str:
+    def _option(self, one: Advice | Combination) -> str:
         """What comes behind that; empty where the line begins otherwise."""
-        line = row.advice.shell if self.typed else row.advice.python.rpartition("\n")[2]
+        line = one.shell if self.typed else one.python.rpartition("\n")[2]
         begins = f"{self._begins} " if self.typed else f"run = {self._begins.removesuffix('...)')}"
-        return line.removeprefix(begins).removesuffix("" if self.typed else ")") if line.startswith(begins) else ""
+        option = line.removeprefix(begins).removesuffix("" if self.typed else ")") if line.startswith(begins) else ""
+        return option if len(option) <= LONGEST or isinstance(one, Advice) else ""
 
     def _table(self, head: str, rows: Sequence[Row]) -> Table:
         unit, is_exact = self._unit, head == "exact"
@@ -147,22 +157,24 @@ class AdvicePage:
         return Table(header, [self._cells(row, is_exact) for row in rows], (0, 5, 6)[: 2 + (not is_exact)])
 
     def _cells(self, row: Row, is_exact: bool) -> tuple[str, ...]:
-        cost, option = row.advice.forecast, self._option(row) or "see below"
+        cost, option = row.advice.forecast, self._option(row.advice) or "see below"
         how = () if is_exact else (", ".join(row.advice.departures),)
         if cost is None:
             return (row.method, NOT_KNOWN, "", "", "", *how, option)
         times = f"{cost.seconds / self.plan.seconds:,.2f}" if self.plan.seconds else ""
-        held = f"{(row.held_bytes or 0) / self._unit.size:,.1f}"
-        option = option if row.fits else f"{option} (does not fit)"
+        held = f"{(row.held_bytes or 0) / self._unit.size:,.1f}{'' if row.fits else ' ' + TOO_MUCH}"
         return (row.method, f"{cost.seconds * 1e3:,.2f}", times, f"{cost.sent_bytes / 1e3:,.1f}", held, *how, option)
 
     def _together(self) -> Table:
         rows, unit = [], self._unit
         for one in self.combinations:
-            cost, exact = one.forecast, ", ".join(one.departures) or "exact"
+            cost, how = one.forecast, (", ".join(one.departures) or "exact", self._option(one) or "see below")
+            if cost is None:
+                rows.append((one.name, NOT_KNOWN, "", "", *how))
+                continue
             held = f"{(cost.memory_bytes + cost.peak_bytes) / unit.size:,.1f}"
-            rows.append((one.name, f"{cost.seconds * 1e3:,.2f}", f"{cost.sent_bytes / 1e3:,.1f}", held, exact))
-        return Table(("together", "ms", "kB sent", f"{unit.name} peak", "how"), rows, (0, 4))
+            rows.append((one.name, f"{cost.seconds * 1e3:,.2f}", f"{cost.sent_bytes / 1e3:,.1f}", held, *how))
+        return Table(("together", "ms", "kB sent", f"{unit.name} peak", "how", ""), rows, (0, 4, 5))
 
     @property
     def _unit(self) -> Unit:
@@ -181,16 +193,17 @@ class AdvicePage:
         head = ("a trained model's forward", "ms", "x one process", "kB sent", "how", "")
         return Table(head, cells, (0, 4, 5))
 
-    def _line(self, row: Row) -> str:
-        """Of a row that is not asked for by a word to `train`."""
-        advice, count = row.advice, len(row.advice.python.splitlines())
-        line = advice.shell
-        if not line:
-            asked = f"armillary advise {self.typed} --script {shlex.quote(row.method)}"
-            line = f"{count} lines of Python: {asked if self.typed else f'print(page.script({row.method!r}))'}"
-        is_known = advice.forecast is not None or advice.latency_seconds is not None
-        tells = advice.tells if self.typed else advice.tells.replace("--measure", "measure=True")
-        return f"{row.method}: {line}" + ("" if is_known else f" ({NOT_KNOWN}: try {tells})")
+    def _apart(self, said: Mapping[str, Advice | Combination]) -> list[str]:
+        """What is not asked for by a word to `train`: commands that begin otherwise, and the names of scripts."""
+        commands = [f"{name}: {one.shell}" for name, one in said.items() if one.shell and len(one.shell) <= WIDTH]
+        scripts = [f"{name}{self._tells(one)}" for name, one in said.items() if not one.shell or len(one.shell) > WIDTH]
+        asked = f"armillary advise {self.typed} --script NAME" if self.typed else "print(page.script(NAME))"
+        lines = [*commands, *([f"Scripts of at most ten lines, by {asked}: {'; '.join(scripts)}."] if scripts else [])]
+        return ["\n".join(lines)] if lines else []
+
+    def _tells(self, one: Advice | Combination) -> str:
+        tells = one.tells if self.typed else one.tells.replace("--measure", "measure=True")
+        return f" ({NOT_KNOWN}: try {tells})" if tells else ""
 
     def __str__(self) -> str:
         return page_text(self.page())

@@ -4,6 +4,7 @@ Nothing is trained. The model is profiled, every plan is priced from that one pr
 step forecast as they would for themselves. A forecast that takes long waits until it is asked for.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -89,7 +90,7 @@ def asked_of_all(situation: Situation, target: str, said: Iterable[str] = (), to
     rows = rows_of(situation, told)
     rows.sort(key=lambda row: row.place(target))
     combined = {one.name: one for row in rows for one in row.advice.combinations}
-    quickest = sorted(combined.values(), key=lambda one: one.forecast.seconds)[:MOST_COMBINATIONS]
+    quickest = sorted(combined.values(), key=lambda one: one.forecast.seconds if one.forecast else math.inf)
     return AdvicePage(
         bottleneck(situation, played(situation)),
         situation.typed,
@@ -97,7 +98,7 @@ def asked_of_all(situation: Situation, target: str, said: Iterable[str] = (), to
         situation.topology,
         situation.facts.seconds,
         tuple(rows),
-        tuple(quickest),
+        tuple(quickest[:MOST_COMBINATIONS]),
         (*said, *_assumed(situation)),
         target,
     )

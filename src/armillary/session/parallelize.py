@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from armillary.measuring.measure import measure_links, with_memory_budget
 from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
 from armillary.planning.demand import PRICE, Constraint
-from armillary.planning.planner import blank_profile, provisional_plan
+from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.plans.choice import Choice
@@ -38,6 +38,7 @@ from armillary.session.plan_cache import BatchShapes, PlanCache, cache_key, host
 from armillary.session.plan_job import PROFILED_STEPS, JobRequest, ModelToPlan, assumptions_of, open_transport, plan_job
 from armillary.session.run import Run
 from armillary.session.validation import NOT_HELD, handed_in, refuse_other_models, refuse_unfit, unheld
+from armillary.session.watched_batch import WatchedBatch
 from armillary.session.watched_steps import Keeping, WatchedSteps, parameter_facts
 from armillary.tables.optimizers import as_one
 from armillary.transport.agreement import by_rank_zero
@@ -238,7 +239,7 @@ def _watched(job: TrainJob, request: JobRequest, connecting: Connecting, keep: s
     plan = provisional_plan(seen, topology, wanted.mean, assumptions_of(job.optimizer, job.model))
     watch = LoopWatch(job.model)
     keeping = None if start is None else Keeping(start, BatchShapes(job.model))
-    watcher = WatchedSteps(watch, wanted, topology, measured, keeping)
+    watcher = WatchedSteps(watch, wanted, topology, measured, WatchedBatch(job.model), keeping)
     timeouts, check_order, process_group = connecting
     transport = Transport(plan.workers_per_node, check_order, timeouts, turn_bytes_on(topology), process_group)
     try:

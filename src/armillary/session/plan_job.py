@@ -4,8 +4,8 @@ A workload gets what its schedule wants besides, such as heads for stages that l
 (`prepared`).
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -21,9 +21,8 @@ from armillary.measuring.row_exchanges import timed_owners
 from armillary.models.structure import passes_alike
 from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
 from armillary.planning.demand import refuse_with_rule
-from armillary.planning.memory import NothingFits
 from armillary.planning.partition_search import OwnerSearch
-from armillary.planning.planner import make_plan, notes_on_hosts
+from armillary.planning.planner import make_plan, notes_on_hosts, with_other_way
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
@@ -36,12 +35,11 @@ from armillary.profiler.profiler import profile
 from armillary.profiler.unfit_model import makes_collectives
 from armillary.schedules.method import Prepare, ScheduleOptions
 from armillary.schedules.registry import options_of, read
-from armillary.session.asked_methods import remedies
+from armillary.session.asked_methods import naming_remedies
 from armillary.session.autotune import fastest
 from armillary.session.events import PlannedJob
 from armillary.session.model_to_plan import ModelToPlan, assumptions_of
 from armillary.session.plan_validation import joins_parameters, unserved
-from armillary.session.situation import situation_of
 from armillary.session.validation import handed_in, refuse_other_models, refuse_unfit
 from armillary.session.workload import Batch, Workload
 from armillary.tables.optimizers import members
@@ -161,32 +159,19 @@ def _planned(
     if request.autotune < 2 or request.schedule != SIMULTANEOUS:
         against = _against_by_run(subject, wanted)
         is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
-        with _naming_remedies(subject, found, topology):
+        with naming_remedies(subject, topology, found):
             made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
         notes = [f"no schedule that owns the loop is taken by price, as {against}"] if against else []
         return {CHOSEN: replace(made, notes=(*made.notes, *notes)).to_json()}
-    with _naming_remedies(subject, found, topology):
+    with naming_remedies(subject, topology, found):
         plans = alternatives(case, wanted)
     is_asked = request.times_prefetch or wanted.prefetch is True
     if is_asked or wanted.prefetch is None:  # unasked, no gradient waits
         plans = with_prefetch(plans, case, may_wait=is_asked)
     timed = at_once(best(plans, case, request.autotune), case)
-    expected = {name: with_expected(plan, case) for name, plan in timed.items()}
+    expected = {name: with_other_way(with_expected(plan, case), case, wanted) for name, plan in timed.items()}
     notes = notes_on_hosts(topology)
     return {name: replace(plan, notes=(*plan.notes, *notes)).to_json() for name, plan in expected.items()}
-
-
-@contextmanager
-def _naming_remedies(subject: ModelToPlan, found: Profile, topology: Topology) -> Iterator[None]:
-    """Where nothing fits, the error names the two methods that would do best."""
-    try:
-        yield
-    except NothingFits as error:
-        would = remedies(situation_of(subject, topology, found))
-        if not would:
-            raise
-        others = "\n".join(f"  {one}" for one in would)
-        raise NothingFits(f"{error}\nOf all methods (armillary advise), these would do best:\n{others}") from None
 
 
 def _against_by_run(subject: ModelToPlan, wanted: PlanRequest) -> str:

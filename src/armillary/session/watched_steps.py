@@ -20,9 +20,10 @@ from armillary.measuring.row_exchanges import timed_owners
 from armillary.planning.constraints import allows, coded_beside, names_of, resolve
 from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.partition_search import OwnerSearch
-from armillary.planning.planner import is_provisional, make_plan
+from armillary.planning.planner import make_plan
 from armillary.planning.prefetch import prefetchable
 from armillary.planning.pricing import Case
+from armillary.planning.provisional import is_provisional
 from armillary.planning.request import PlanRequest
 from armillary.plans.choice import Choice
 from armillary.plans.parameter import ParameterFact
@@ -33,15 +34,18 @@ from armillary.plans.topology import Topology
 from armillary.profiler import profiler
 from armillary.profiler.loop_watch import LoopWatch, Told
 from armillary.profiler.profiler import watched_profile
+from armillary.profiler.unfit_model import at_rest
+from armillary.session.asked_methods import naming_remedies
 from armillary.session.drivers import rollback_on_error
 from armillary.session.events import PlannedJob
 from armillary.session.forecast_correction import FROM_STEP, TO_STEP, ForecastCorrection
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
-from armillary.session.plan_job import assumptions_of
+from armillary.session.plan_job import ModelToPlan, assumptions_of
 from armillary.session.plan_validation import OF_HOOKS, PlanQuestion, why_unfit
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld
+from armillary.session.watched_batch import WatchedBatch, of_outputs
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable
 from armillary.transport.agreement import by_rank_zero
@@ -78,11 +82,13 @@ class WatchedSteps:
     request: PlanRequest
     topology: Topology
     measured: Callable[[Transport], Topology]
+    last: WatchedBatch
     keeping: Keeping | None = None
     is_asked: bool = False  # whether the batch was held against the one that was kept
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.watch.end).atexit = False  # of a run that is dropped without a word
+        for end in (self.watch.end, self.last.end):
+            weakref.finalize(self, end).atexit = False  # of a run that is dropped without a word
 
     def before_step(self, leaves_one: bool) -> None:
         self.watch.is_paused = True
@@ -168,6 +174,7 @@ class WatchedSteps:
 
     def stop(self) -> None:
         self.watch.end()
+        self.last.end()
         if self.keeping is not None:
             self.keeping.shapes.end()
 
@@ -196,10 +203,19 @@ class WatchedSteps:
     def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> tuple[str, str]:
         """The plan and the profile behind it, as JSON, since they cross to the other ranks."""
         prefetch = self.request.prefetch if self.request.prefetch is not None or loop.first.is_plain else False
-        made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
+        with self._naming_remedies(loop, case):
+            made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
         lacking = unheld(loop.model, loop.optimizer)
         vain = [IN_VAIN.format(", ".join(lacking))] if lacking else []
         return replace(made, notes=(*made.notes, NOTE, *vain)).to_json(), case.profile.to_json()
+
+    @contextmanager
+    def _naming_remedies(self, loop: UserLoop, case: Case) -> Iterator[None]:
+        """Methods are tried on what went into the last forward."""
+        given = [] if self.last.given is None else [self.last.given] * loop.workers
+        subject = ModelToPlan(loop.model, loop.optimizer, of_outputs, lambda workers: given)
+        with at_rest(loop.model), naming_remedies(subject, case.topology):
+            yield
 
     def _why_unfit(self, plan: Plan, loop: UserLoop) -> str:
         """What speaks against it on any rank, our own hooks apart."""

@@ -3,18 +3,18 @@
 The same dry runs as `tensor.plan`, in one process: nothing is sent, and ranks are taken to be as quick as this one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from armillary.plans.advice import Advice, Situation, advises, not_for
+from armillary.plans.advice import Advice, Combination, Situation, advises, not_for
 from armillary.plans.group import Forecast
 from armillary.tensor.cut import examined
 from armillary.tensor.inventory import looked_at, samples_of, share_of
-from armillary.tensor.mesh_plan import MeshPlan
+from armillary.tensor.mesh_plan import MeshPlan, MeshPrice
 from armillary.tensor.plan import LossStep, all_priced, cheapest_fitting
 from armillary.tensor.price import StepAsked
 
@@ -54,6 +54,7 @@ def _advice(situation: Situation) -> Advice:
         Forecast(taken.sent_bytes, taken.held_bytes, taken.seconds),
         python=_script(situation, region, taken.way, mesh),
         source=made,
+        combinations=_with_tables(situation, region, made.prices),
     )
 
 
@@ -109,9 +110,35 @@ def _joined(batches: list[Any]) -> Any:
 def _script(situation: Situation, region: str, way: str, mesh: dict[str, int]) -> str:
     return situation.script(
         "from armillary import tensor  # under torchrun",
+        *_cut(region, way, mesh),
+        "optimizer = torch.optim.AdamW(part.model.parameters())",
+        "loss(part.model, batches[part.data_rank]).backward(), optimizer.step()",
+    )
+
+
+def _cut(region: str, way: str, mesh: dict[str, int]) -> tuple[str, ...]:
+    return (
         "torch.distributed.is_initialized() or torch.distributed.init_process_group('gloo')",
         f"part = tensor.cut(model, region={region!r}, way={way!r}, mesh={mesh})",
-        "optimizer = torch.optim.AdamW(part.model.parameters())",
-        "loss(part.model, batches[part.data_rank]).backward()",
-        "optimizer.step()",
     )
+
+
+def _with_tables(situation: Situation, region: str, prices: Iterable[MeshPrice]) -> tuple[Combination, ...]:
+    """The cheapest mesh with a data axis, over which tables outside the region go by row. What that takes, nobody
+    prices: the planner knows no ranks that hold pieces."""
+    tables = [fact.name for fact in situation.profile.parameters if fact.requires_grad and fact.shardable]
+    if not any(not name.startswith(f"{region}.") for name in tables):
+        return ()
+    for one in prices:
+        if one.way != "data" and one.mesh["data"] > 1:
+            mesh = {name: size for name, size in one.mesh.items() if size > 1}
+            python = situation.script(
+                "from armillary import parallelize, tensor  # under torchrun",
+                *_cut(region, one.way, mesh),
+                "run = parallelize(part.model, optimizer := torch.optim.AdamW(part.model.parameters()), "
+                "process_group=part.data_group)",
+                "for batch in batches[part.data_rank :: part.replicas]: loss(part.model, batch).backward(), "
+                "optimizer.step(), optimizer.zero_grad()",
+            )
+            return (Combination(f"{one.way} + tables by row", None, python=python, tells="the script"),)
+    return ()
