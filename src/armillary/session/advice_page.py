@@ -57,7 +57,9 @@ class Row:
     def in_words(self) -> str:
         cost = self.advice.forecast
         assert cost is not None
-        how = self.advice.shell or self.advice.python.splitlines()[-1]
+        how, script = self.advice.shell, self.advice.python.splitlines()
+        if not how:
+            how = script[-1] if len(script) <= 2 else f"armillary.advise(...).script({self.method!r})"
         exact = "exact" if not self.advice.departures else _not_exact(self.advice.departures)
         held = bytes_text(cost.memory_bytes + cost.peak_bytes)
         return f"{self.method} ({self.says}; {exact}): {held}, {seconds_text(cost.seconds)} a step: {how}"
