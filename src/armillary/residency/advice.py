@@ -68,10 +68,10 @@ def _script(situation: Situation, budget: int, is_planned: bool = False) -> str:
     if is_planned:
         return situation.script(
             "from armillary import parallelize, residency  # under torchrun",
+            f"held = residency.hold(model, batches, loss, memory_bytes={budget})",
             "run = parallelize(model, optimizer, batches, loss)",
-            f"with residency.hold(model, batches, loss, memory_bytes={budget}):  # around the loop as it is",
-            "    for batch in batches[run.rank :: run.workers]:",
-            f"        {step}",
+            "with held:  # around the loop as it is",
+            f"    for batch in batches[run.rank :: run.workers]: {step}",
         )
     return situation.script(
         "from armillary import residency",

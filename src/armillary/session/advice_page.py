@@ -113,18 +113,20 @@ class AdvicePage:
         training = [] if self.target == "latency" else [row for row in known if not row.is_inference]
         exact = [row for row in training if not row.advice.departures]
         other = [row for row in training if row.advice.departures]
-        parts: list[Any] = [f"{self.sentence}\n{self._plan()}"]
+        parts: list[Any] = []
         verb, given = ("To type", "") if self.typed else ("To write", " with batches and loss as here")
         together = self.combinations if training else ()
         said: dict[str, Advice | Combination] = {row.method: row.advice for row in (*training, *serving)}
         said |= {one.name: one for one in together}
         has_option = any(self._option(row.advice) for row in training)
-        parts += [f"{verb}: {self._begins}{given}, then the last column."] if has_option else []
+        says = [self.sentence, self._plan()]
+        says += [f"{verb}: {self._begins}{given}, then the last column."] if has_option else []
+        parts.append("\n".join(says))
         parts += [self._table("exact", exact)] if exact else []
-        parts += [self._table("not exact", other), _legend(other)] if other else []
+        parts += [self._table("not exact", other)] if other else []
+        parts += [legend] if (legend := _legend(training)) else []
         parts += [self._serving(serving)] if serving else []
         parts += [self._together()] if together else []
-        parts += ["!: more than a rank has"] if not all(row.fits for row in training) else []
         parts += self._apart({name: one for name, one in said.items() if not self._option(one)})
         left = [row for row in self.rows if not row.advice.applies and (training or row.is_inference)]
         parts += ["Not for this:\n" + "\n".join(map(_left_out, left))] if left else []
@@ -270,7 +272,8 @@ def _not_exact(departures: Iterable[str]) -> str:
 def _legend(rows: Sequence[Row]) -> str:
     """What the words mean that are used."""
     words = [word for word in DEPARTURES if any(word in row.advice.departures for row in rows)]
-    return "; ".join(f"{word}: {_not_exact([word])}" for word in words)
+    said = [f"{word}: {_not_exact([word])}" for word in words]
+    return "; ".join([*said, *([f"{TOO_MUCH}: more than a rank has"] if not all(row.fits for row in rows) else [])])
 
 
 def _left_out(row: Row) -> str:
