@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are letters
+NOTHING = Request(0.0, 0.0, 0.0)
 MODEL = "model"  # what runs outside of every stage
 
 
@@ -161,13 +162,43 @@ def _request(leg: Leg, even: Leg, topology: Topology) -> Request:
 
 
 def least_seconds(plan: Plan, case: Case) -> float:
-    """No step of a plan for a loop of the user's own is shorter: what its processor does, or its busier link."""
-    does = [activities(group, case) for group in plan.groups]
-    stages = sum(stage.forward_seconds + stage.backward_seconds for stage in case.profile.stages)
-    works = sum(one.gather_seconds + one.pack_seconds + one.merge_seconds + one.update_seconds for one in does)
-    asked = [request for one in does for requests in (one.pull, one.push, one.meet) for request in requests]
-    links = (sum(one.inside_seconds for one in asked), sum(one.between_seconds for one in asked))
-    return max(stages + works, *links)
+    """No step of a plan for a loop of the user's own is shorter: what its processor does and waits for at once; or the
+    first gradients and all that links carry after them. Where something is sent ahead, what its processor does."""
+    ahead, paying = sum(group.prefetch != "none" for group in plan.groups), payer(plan.groups)
+    does = [activities(group, case, ahead, group.name == paying) for group in plan.groups]
+    stages, shown = case.profile.stages, 1 - case.topology.hidden_share
+    forward = sum(stage.forward_seconds for stage in stages) + sum(one.gather_seconds for one in does)
+    backward = sum(stage.backward_seconds for stage in stages)
+    after = sum(one.update_seconds for one in does)
+    works = sum(one.pack_seconds + one.merge_seconds for one in does)
+    pushed = [request for one in does for request in one.push]
+    sends = sum(one.beside_seconds + shown * one.carried_seconds for one in pushed)
+    if ahead or not does:
+        return forward + backward + works + sends + after
+    tables = [one for one in does if one.pull]
+    forward += sum(one.beside_seconds + one.seconds for table in tables for one in (*table.headers, *table.pull))
+    idle = idle_request(case.topology, len(tables), 0) if tables else NOTHING
+    met = [request for one in does for request in one.meet]
+    after += sum(one.beside_seconds for one in met) + _on_links(met)
+    first = _until_first(plan, case) + idle.beside_seconds + idle.seconds + does[0].pack_seconds
+    processor = backward + idle.beside_seconds + idle.seconds + works + sends
+    return forward + max(processor, first + _on_links(pushed)) + after
+
+
+def _on_links(asked: Sequence[Request]) -> float:
+    """Of the busier link."""
+    return max(sum(one.inside_seconds for one in asked), sum(one.between_seconds for one in asked))
+
+
+def _until_first(plan: Plan, case: Case) -> float:
+    """Of backward, until the first group has its gradients; all of it, where that has one without."""
+    missing, passed = set(plan.groups[0].parameters), 0.0
+    for piece in backward_pieces(case.profile):
+        passed += piece.seconds
+        missing.discard(piece.parameter or "")
+        if not missing:
+            break
+    return passed
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ nothing, so the simulator says.
 Source: Li et al., PyTorch Distributed (VLDB 2020): the size of buckets as a trade, there set by hand.
 """
 
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
+from armillary.planning.activities import least_seconds
 from armillary.planning.candidates import MIB, BucketLimits, Candidate, Question, arrival_of, buckets, default_limits
 from armillary.planning.pricing import Case, dense_forecast, idle_round
-from armillary.planning.simulator import simulate
+from armillary.planning.simulator import quickest, simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.parameter import ParameterFact
@@ -61,15 +63,21 @@ def by_clock(plans: Sequence[Plan], case: Case) -> tuple[Plan, ...]:
     ordered = list(found.values())
     if len(ordered) == 1:
         return tuple(ordered)
-    seconds = [simulate(plan, case).step_seconds for plan in ordered]
-    shortest = min(seconds)
+    seconds, least = quickest(ordered, case), [least_seconds(plan, case) for plan in ordered]
+    shortest = min(seconds.values())
     compute = sum(stage.forward_seconds + stage.backward_seconds for stage in case.profile.stages)
     scatter = case.topology.scatter * max(0.0, shortest - compute)  # of what exchanges add to it
-    taken = next(i for i, spent in enumerate(seconds) if spent <= (1 + CLOSE) * shortest + scatter)
+    limit = (1 + CLOSE) * shortest + scatter
+    for taken, plan in enumerate(ordered):
+        if taken not in seconds and least[taken] <= limit:
+            seconds[taken] = simulate(plan, case).step_seconds
+        if seconds.get(taken, math.inf) <= limit:
+            break
     others = *ordered[:taken], *ordered[taken + 1 :]
-    if len(set(map(seconds_text, seconds))) == 1:
+    said = [seconds_text(spent) for _, spent in sorted(seconds.items())]
+    if len(set(said)) == 1:
         return ordered[taken], *others
-    steps = (f"in {counted(plan)} {seconds_text(spent)}" for plan, spent in zip(ordered, seconds, strict=True))
+    steps = (f"in {counted(ordered[place])} {seconds_text(spent)}" for place, spent in sorted(seconds.items()))
     note = f"whole parameters travel in {counted(ordered[taken])}; simulated step {', '.join(steps)}"
     first = replace(ordered[taken], notes=(*ordered[taken].notes, note))
     return first, *others

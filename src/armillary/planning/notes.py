@@ -148,7 +148,11 @@ def with_allowed(plan: Plan, question: Question, allow: Collection[str] = ()) ->
     if not allow or question.case.topology.workers == 1:
         return with_taken(plan)
     now = simulate(plan, question.case).step_seconds
-    allowed = [way for way in _ways(plan, question) if set(way.departs) <= set(allow) and _fits(way.plan, question)]
+    allowed = [
+        way
+        for way in _ways(plan, question, is_asked=True)
+        if set(way.departs) <= set(allow) and _fits(way.plan, question)
+    ]
     taken = _mildest(allowed, now)
     if taken is None:
         return with_taken(plan)
@@ -158,7 +162,7 @@ def with_allowed(plan: Plan, question: Question, allow: Collection[str] = ()) ->
 
 def departing(plan: Plan, question: Question) -> Iterator[OtherWay]:
     """Of ways that depart alike and fit, the mildest of those that are about the quickest, where that saves much."""
-    ways = [way for way in _ways(plan, question) if _fits(way.plan, question)]
+    ways = [way for way in _ways(plan, question, is_asked=False) if _fits(way.plan, question)]
     now = simulate(plan, question.case).step_seconds if ways else 0.0
     for departs in dict.fromkeys(way.departs for way in ways):
         best = _mildest([way for way in ways if way.departs == departs], now)
@@ -267,20 +271,33 @@ def _departing(question: Question) -> Iterator[Choice]:
             yield from (Choice(name, way) for n, way in enumerate(ways) if way not in ways[:n])
 
 
-def _ways(plan: Plan, question: Question) -> Iterator[_Way]:
-    """Every way that departs and is not demanded, the mildest first; without those that cannot be about as quick as
-    another that departs alike and fits, whatever hides behind what: these are not played."""
+def _ways(plan: Plan, question: Question, is_asked: bool) -> Iterator[_Way]:
+    """Of the ways that depart alike and are not demanded: the quickest that fits, and the mildest that is about as
+    quick, whatever hides behind what; with those that had to be played to know them. The mildest first. Where nobody
+    asked, so that only a note names them, two are played at most: what bounds say is the quickest, and the mildest."""
     case = question.case
     every = [(choice, other) for choice in _departing(question) if (other := _by(choice, plan, question)) != plan]
-    least = [least_seconds(other, case) for _, other in every]
-    found, quickest = dict[int, _Way](), dict[tuple[str, ...], float]()
-    for number in sorted(range(len(every)), key=least.__getitem__):
+    least, found = [least_seconds(other, case) for _, other in every], dict[int, _Way]()
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for number, (choice, _) in enumerate(every):
+        alike.setdefault(dense_exchanges()[choice.name].departs, []).append(number)
+
+    def play(number: int) -> float:
         choice, other = every[number]
-        departs = dense_exchanges()[choice.name].departs
-        if least[number] <= CLOSE * quickest.get(departs, math.inf):
-            found[number] = way = _Way(choice, other, simulate(other, case).step_seconds)
-            if _fits(other, question):
-                quickest[departs] = min(quickest.get(departs, math.inf), way.seconds)
+        found[number] = _Way(choice, other, simulate(other, case).step_seconds)
+        return found[number].seconds if _fits(other, question) else math.inf
+
+    for numbers in alike.values():
+        played: dict[int, float] = {}
+        for number in sorted(numbers, key=least.__getitem__):
+            if least[number] < min(played.values(), default=math.inf) and (is_asked or not played):
+                played[number] = play(number)
+        limit = CLOSE * min(played.values())
+        for number in numbers:
+            if number not in played and least[number] <= limit:
+                played[number] = play(number)
+            if played.get(number, math.inf) <= limit or (not is_asked and len(played) > 1):
+                break
     yield from (found[number] for number in sorted(found))
 
 

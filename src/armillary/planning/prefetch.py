@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
 from armillary.exchanges.look_up import PREDICTED, announcement_bytes, round_leg
-from armillary.planning.activities import payer
+from armillary.planning.activities import least_seconds, payer
 from armillary.planning.link_costs import leg_seconds, staying_share
 from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_forecast, row_work
-from armillary.planning.simulator import simulate
+from armillary.planning.simulator import quickest, simulate
 from armillary.plans.group import Forecast, Group, PrefetchKind
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
@@ -143,10 +143,13 @@ def _prefetching_plan(plan: Plan, names: Sequence[str], case: Case, may_wait: bo
     sending: dict[str, PrefetchKind] = dict.fromkeys(may_send, "rows")
     waiting: dict[str, PrefetchKind] = {**sending, **dict.fromkeys(waits, "gradients")}
     choices = [_with_kinds(plan, names, kinds, case) for kinds in (waiting, sending, {})]
-    seconds = [simulate(choice, case).step_seconds for choice in choices]
-    if waits and seconds[0] < TIE * min(seconds):  # gradients that wait hide more than the clock knows
-        return choices[0]
-    return choices[seconds.index(min(seconds))]
+    if waits:  # gradients that wait hide more than the clock knows
+        first = simulate(choices[0], case).step_seconds
+        others = [one for one in choices[1:] if first >= TIE * least_seconds(one, case)]
+        if not others or first < TIE * min(quickest(others, case).values()):
+            return choices[0]
+    seconds = quickest(choices, case)
+    return choices[min(seconds, key=lambda place: (seconds[place], place))]
 
 
 def _moves_quiet_rows(group: Group, case: Case) -> bool:

@@ -11,7 +11,7 @@ from armillary.planning.constraints import PLAIN
 from armillary.planning.grouping import groups, sizes
 from armillary.planning.memory import needed_bytes
 from armillary.planning.pricing import Case
-from armillary.planning.simulator import simulate
+from armillary.planning.simulator import quickest, simulate
 from armillary.plans.mesh import Mesh
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.units import bytes_text, seconds_text
@@ -42,7 +42,7 @@ def with_expected(plan: Plan, case: Case) -> Plan:
 def all_reduce_seconds(plan: Plan, case: Case) -> float:
     """A step that takes one batch a worker and sends every gradient whole, in buckets of the best size; whether it fits
     in memory or not."""
-    return min(simulate(one, case).step_seconds for one in _all_reducing(plan, case))
+    return min(quickest(_all_reducing(plan, case), case).values())
 
 
 def with_slower_said(plan: Plan, case: Case, is_constrained: bool) -> Plan:
