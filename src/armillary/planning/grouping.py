@@ -74,10 +74,11 @@ def by_clock(plans: Sequence[Plan], case: Case) -> tuple[Plan, ...]:
         if seconds.get(taken, math.inf) <= limit:
             break
     others = *ordered[:taken], *ordered[taken + 1 :]
-    said = [seconds_text(spent) for _, spent in sorted(seconds.items())]
-    if len(set(said)) == 1:
+    spent = [seconds_text(seconds.get(place, bound)) for place, bound in enumerate(least)]
+    if len(set(spent)) == 1:
         return ordered[taken], *others
-    steps = (f"in {counted(ordered[place])} {seconds_text(spent)}" for place, spent in sorted(seconds.items()))
+    said = [text if place in seconds else f"at least {text}" for place, text in enumerate(spent)]
+    steps = (f"in {counted(plan)} {text}" for plan, text in zip(ordered, said, strict=True))
     note = f"whole parameters travel in {counted(ordered[taken])}; simulated step {', '.join(steps)}"
     first = replace(ordered[taken], notes=(*ordered[taken].notes, note))
     return first, *others
