@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from armillary.planning.activities import activities
 from armillary.planning.link_costs import staying_share
 from armillary.planning.planner import plan
-from armillary.planning.prefetch import prefetching, with_announcements
+from armillary.planning.prefetch import TIE, prefetching, with_announcements
 from armillary.planning.pricing import ADAGRAD, ADAM, SGD, Case
 from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Link, Profile, StageFact
@@ -158,11 +158,12 @@ def cases(draw):
 @settings(max_examples=50)
 @given(cases())
 def test_prefetch_never_costs_a_step_more_than_what_it_adds(scene):
-    """What it adds: a round, announcements, masks, a message of early rows, index work; less the headers it saves."""
+    """What it adds: a round, announcements, masks, a message of early rows, index work; less the headers it saves.
+    Of kinds that the clock hardly tells apart, gradients that wait are taken."""
     made, ahead, case = scene
     added = ahead.forecast.seconds - made.forecast.seconds
     before, after = (simulate(one, case).step_seconds for one in (made, ahead))
-    assert after <= before + added + 1e-9 * before
+    assert after <= TIE * (before + added) + 1e-9 * before
 
 
 @settings(max_examples=50)
