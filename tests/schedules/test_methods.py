@@ -9,7 +9,7 @@ from armillary.contracts.schedule import SCHEDULE_RULES
 from armillary.plans import DATA, SIMULTANEOUS, Choice, Group, Mesh, Plan, StagePlan
 from armillary.schedules import SCHEDULES, StageLoad, options_of, owns_loop, read
 from armillary.schedules.costs import counted
-from armillary.schedules.registry import tables_stay_whole
+from armillary.schedules.registry import has_clock, tables_stay_whole
 
 EXAMPLES = [
     (name, example["workers"], {key: value for key, value in example.items() if key != "workers"})
@@ -27,6 +27,7 @@ def test_there_are_these_and_every_one_has_examples():
     }  # fmt: skip
     assert {name for name, _, _ in EXAMPLES} == set(SCHEDULES.all())
     assert [name for name in SCHEDULES.all() if not owns_loop(Choice(name))] == [SIMULTANEOUS.name]
+    assert [name for name in SCHEDULES.all() if not has_clock(Choice(name))] == ["asynchronous"]
 
 
 @pytest.mark.parametrize("rule", SCHEDULE_RULES)

@@ -1,5 +1,6 @@
 """A run under a schedule beside its forecast, edge by edge: bytes as played, a wrong edge found."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,8 @@ def a_tenth_more_at_the_cut(folder):
 @pytest.mark.parametrize(("text", "workers"), PIPELINES.items())
 def test_every_group_and_edge_of_a_pipeline_has_a_line_and_wrong_bytes_are_found(crew, tmp_path, text, workers):
     crew(workers).run(trained, text, str(tmp_path))
+    kept = json.loads((tmp_path / "summary.json").read_text())["comparison"]
+    assert all(line["measured"]["seconds"] is not None for line in kept)
     found = compare_run(tmp_path, BYTES)
     assert found.is_within, [line for line in found.lines if line.outside]
     plan = Plan.load(tmp_path / "plan.json")

@@ -8,9 +8,9 @@ from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.registry import Registry
 from armillary.schedules.edges import Edge
-from armillary.schedules.method import USER_LOOP, Method, ScheduleOptions
+from armillary.schedules.method import PARAMETER_SERVER, USER_LOOP, Method, ScheduleOptions
 
-__all__ = ["SCHEDULES", "options_of", "owns_loop", "read", "tables_stay_whole", "why_not_carried"]
+__all__ = ["SCHEDULES", "has_clock", "options_of", "owns_loop", "read", "tables_stay_whole", "why_not_carried"]
 
 SCHEDULES: Registry[Method] = Registry("schedule", "armillary.schedules")
 
@@ -24,6 +24,15 @@ def owns_loop(choice: Choice) -> bool:
         ValueError: no such schedule.
     """
     return SCHEDULES[choice.name].owns_loop
+
+
+def has_clock(choice: Choice) -> bool:
+    """Whether ranks take their steps together under it, so that it is recorded how long a letter is under way.
+
+    Raises:
+        ValueError: no such schedule.
+    """
+    return SCHEDULES[choice.name].step_mode != PARAMETER_SERVER
 
 
 def why_not_carried(choice: Choice) -> str:

@@ -29,6 +29,7 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology, read_kept
 from armillary.plans.trace import Trace
+from armillary.schedules.registry import has_clock
 from armillary.session.events import PlannedJob
 from armillary.session.job import Job
 from armillary.session.measured import Quartiles, measured_in, run_forecast
@@ -194,7 +195,7 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
             f"compare: {folder}/plan.json is not the plan of this run: they differ in "
             f"{', '.join(f'{name} by {exchange}' for name, exchange in differing)}; put back the run's own plan"
         )
-    if plan.consensus == "owners":
+    if not has_clock(plan.schedule):
         raise ValueError(
             f"compare: under schedule {plan.schedule.name} nobody measures how long letters are under way; "
             "run.report() and the end of armillary train show the bytes, and how stale updates were"

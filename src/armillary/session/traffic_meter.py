@@ -17,7 +17,8 @@ from armillary.planning.stage_costs import charged_to
 from armillary.plans.group import Group
 from armillary.plans.plan import Plan
 from armillary.plans.trace import Record, Trace
-from armillary.transport.point_to_point import LENGTHS
+from armillary.schedules.registry import has_clock
+from armillary.transport.point_to_point import FORM, LENGTH, LENGTHS
 from armillary.transport.transport import Transport
 
 __all__ = [
@@ -77,7 +78,7 @@ class TrafficMeter:
         self.seconds: dict[str, float] = defaultdict(float)
         self.records: list[Record] = []
         self.step_records: deque[Record] = deque(maxlen=window)
-        self.steps, self.is_timed = 0, plan.consensus != "owners"  # nobody records their letters
+        self.steps, self.is_timed = 0, has_clock(plan.schedule)
         self._ended: deque[float] = deque(maxlen=TIMED_STEPS + 1)  # when the last steps were over
         self.sent_bytes = 0.0  # by this rank, in all
         self._told = _Told()
@@ -150,7 +151,7 @@ class TrafficMeter:
 
 
 UNPLANNED = "buffers"  # no forecast has them
-_EDGE = re.compile(rf"(?:{LENGTHS})?(?P<edge>(?!{UNPLANNED})[a-z' ]+ of stage (?P<stage>\d+))")
+_EDGE = re.compile(rf"(?:{LENGTHS})?(?P<edge>(?!{UNPLANNED}|{LENGTH}|{FORM})[a-z' ]+ of stage (?P<stage>\d+))")
 
 
 def way_of(plan: Plan, group: Group) -> str:
