@@ -1,6 +1,8 @@
 """Where nothing fits under `parallelize(model, optimizer)` alone, the error names two ways that would, with figures."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -66,3 +68,26 @@ def test_before_the_first_step_two_ways_are_named_by_what_is_known_of_parameters
         told = said.partition("compares all methods):\n")[2].splitlines()
         assert len(told) == 2 and "row-wise sharding of 0.weight" in told[0] and "pipeline" in told[1], said
         assert all(re.search(r": [\d.]+ MiB a rank$", one) for one in told), said
+
+
+def batches_that_outlive_the_watch(rank, workers):
+    """Which of two watched batches are alive once the plan is made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run, seen = armillary.parallelize(model, optimizer, check_data=False), []
+    for _ in range(2):
+        batch = torch.randn(8, 4)
+        seen.append(weakref.ref(batch))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    del batch
+    gc.collect()
+    alive = [one() is not None for one in seen]
+    run.close()
+    return alive
+
+
+def test_no_batch_is_kept_once_the_plan_is_made(crew):
+    assert crew(2).run(batches_that_outlive_the_watch) == [[False, False]] * 2

@@ -9,17 +9,19 @@ from torch.utils._pytree import tree_leaves
 
 from armillary.session.data_check import entrances
 
-__all__ = ["WatchedBatch", "of_outputs"]
+__all__ = ["Given", "WatchedBatch", "of_outputs"]
+
+Given = tuple[Any, Any]  # arguments and keywords
 
 
 class WatchedBatch:
-    """Attributes: given, (arguments, keywords) of the last forward under autograd; None: there was none.
+    """Attributes: given, to the last forward under autograd; None: there was none.
 
     A model that is a mere container has none.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.given: tuple[Any, Any] | None = None
+        self.given: Given | None = None
         alone = [one for one in entrances(model) if one is model]
         hooks = [one.register_forward_pre_hook(self._entered, with_kwargs=True) for one in alone]
         self._undo: list[Callable[[], None]] = [hook.remove for hook in hooks]
@@ -32,13 +34,13 @@ class WatchedBatch:
         return self
 
     def end(self) -> None:
-        """Its hook is off; what was given stays."""
+        """Nothing of it is left."""
         for undo in self._undo:
             undo()
-        self._undo = []
+        self._undo, self.given = [], None
 
 
-def of_outputs(model: nn.Module, batch: tuple[Any, Any]) -> Tensor:
+def of_outputs(model: nn.Module, batch: Given) -> Tensor:
     """In place of the loss, which nobody gave: it keeps the same activations, and takes about as long."""
     args, kwargs = batch
     outputs = [one for one in tree_leaves(model(*args, **kwargs)) if isinstance(one, Tensor) and one.requires_grad]

@@ -45,7 +45,7 @@ from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
 from armillary.session.plan_job import ModelToPlan, assumptions_of
 from armillary.session.plan_validation import OF_HOOKS, PlanQuestion, why_unfit
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld
-from armillary.session.watched_batch import WatchedBatch, of_outputs
+from armillary.session.watched_batch import Given, WatchedBatch, of_outputs
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable
 from armillary.transport.agreement import by_rank_zero
@@ -117,12 +117,12 @@ class WatchedSteps:
             return None if loop.plan.is_timed else self._correction(0.0, loop)
         if len(self.watch.steps) < WATCHED_STEPS:
             return self
-        here = loop.transport.within("the planning after the first steps")
+        here, given = loop.transport.within("the planning after the first steps"), self.last.given
         with here, loop.transport.unrecorded(), self._released(loop):
             everyones = loop.transport.share(self._told(loop))
             case = partial(self._case, loop, everyones)
             timed = timed_owners(loop.transport, self.request, case)
-            plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed))
+            plan, seen = by_rank_zero(loop.transport, lambda: self._planned(loop, case(), timed, given))
             made = Plan.from_json(plan)
             loop.job = replace(loop.job, profile=Profile.from_json(seen))
             _move(loop, replace(made, compute_seconds=0.0, step_seconds=0.0, all_reduce_seconds=0.0))
@@ -200,22 +200,16 @@ class WatchedSteps:
         found = watched_profile(loop.model, everyones, self.topology.workers_per_node)
         return Case(found, self.topology, assumptions_of(loop.optimizer, loop.model))
 
-    def _planned(self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch]) -> tuple[str, str]:
+    def _planned(
+        self, loop: UserLoop, case: Case, timed: Mapping[str, OwnerSearch], given: Given | None
+    ) -> tuple[str, str]:
         """The plan and the profile behind it, as JSON, since they cross to the other ranks."""
         prefetch = self.request.prefetch if self.request.prefetch is not None or loop.first.is_plain else False
-        with self._naming_remedies(loop, case):
+        with _naming_remedies(loop, case, given):
             made = make_plan(case, replace(self.request, prefetch=prefetch), timed)
         lacking = unheld(loop.model, loop.optimizer)
         vain = [IN_VAIN.format(", ".join(lacking))] if lacking else []
         return replace(made, notes=(*made.notes, NOTE, *vain)).to_json(), case.profile.to_json()
-
-    @contextmanager
-    def _naming_remedies(self, loop: UserLoop, case: Case) -> Iterator[None]:
-        """Methods are tried on what went into the last forward."""
-        given = [] if self.last.given is None else [self.last.given] * loop.workers
-        subject = ModelToPlan(loop.model, loop.optimizer, of_outputs, lambda workers: given)
-        with at_rest(loop.model), naming_remedies(subject, case.topology):
-            yield
 
     def _why_unfit(self, plan: Plan, loop: UserLoop) -> str:
         """What speaks against it on any rank, our own hooks apart."""
@@ -284,6 +278,15 @@ def _permitted(constraint: Constraint | None) -> Collection[str]:
         return build_row(constraint.name, **constraint.options).codes.departs
     entry = dense_exchanges().get(constraint.name if isinstance(constraint, Choice) else constraint or "")
     return () if entry is None else entry.departs
+
+
+@contextmanager
+def _naming_remedies(loop: UserLoop, case: Case, given: Given | None) -> Iterator[None]:
+    """Methods are tried on what went into the last forward."""
+    batches = [] if given is None else [given] * loop.workers
+    subject = ModelToPlan(loop.model, loop.optimizer, of_outputs, lambda workers: batches)
+    with at_rest(loop.model), naming_remedies(subject, case.topology):
+        yield
 
 
 def _why_unfit(plan: Plan, loop: UserLoop) -> str:
