@@ -382,3 +382,11 @@ def test_what_plan_prints_as_json_is_a_plan_a_topology_and_a_profile(armillary, 
     code, again, err = armillary("plan", *LANGUAGE_MODEL[:2], *files, "--json")
     assert code == 0, err
     assert json.loads(again)["plan"] == json.loads(out)["plan"]
+
+
+def test_a_run_that_is_refused_by_its_plan_leaves_no_folder(refused, tmp_path):
+    message = refused("train", *LANGUAGE_MODEL, "--exchange", "owned_rows=lstm.weight_ih_l0", expected=1)
+    assert "lstm.weight_ih_l0" in message and not (tmp_path / "runs").exists()
+    (tmp_path / "runs").mkdir()
+    refused("train", *LANGUAGE_MODEL, "--exchange", "owned_rows=lstm.weight_ih_l0", expected=1)
+    assert not [*(tmp_path / "runs").iterdir()]

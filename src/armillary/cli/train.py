@@ -35,6 +35,7 @@ class _Ready(NamedTuple):
 def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json: bool, is_verbose: bool) -> NoReturn:
     """Trains, and ends the process."""
     chosen: list[Path] = []  # by this process, so that it can say where the last checkpoint is
+    unmade = [one for one in (run.runs, *run.runs.parents) if not one.exists()]  # the innermost first
 
     def prepare() -> _Ready:
         task = workload_of(workload)  # first: it may bring methods of its own
@@ -50,7 +51,7 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     def body(ready: _Ready) -> int:
         settings = replace(ready.settings, folder=folder_of_all(run, workload.stem))
         chosen.append(settings.folder)
-        with given_back(run, chosen):  # a worker that fails ends at once, with no word to the block further out
+        with given_back(run, chosen, unmade):  # a worker that fails ends at once, with no word to the block further out
             if not is_json and rank() == 0:
                 tell(f"profiling {ready.task.name} and planning ...")
             events = train(ready.task, settings)
@@ -67,17 +68,21 @@ def train_asked(workload: AskedWorkload, plan: AskedPlan, run: AskedRun, is_json
     def how() -> str:
         return how_to_go_on(sys.argv[1:], chosen[0]) if chosen else ""
 
-    with given_back(run, chosen):
+    with given_back(run, chosen, unmade):
         run_in_workers(run.workers, prepare, body, named, how)
 
 
 @contextmanager
-def given_back(run: AskedRun, chosen: Sequence[Path]) -> Iterator[None]:
-    """Behind it a folder that was claimed for a run is gone, if the run has not begun."""
+def given_back(run: AskedRun, chosen: Sequence[Path], unmade: Sequence[Path]) -> Iterator[None]:
+    """Behind it a folder that was claimed for a run is gone, if the run has not begun.
+
+    Args:
+        unmade: folders around it that there were not before; they go too, if they are empty.
+    """
     try:
         yield
     finally:
-        for folder in chosen if run.is_numbered else ():
+        for folder in (*chosen, *unmade) if run.is_numbered else ():
             give_back(folder)
 
 
