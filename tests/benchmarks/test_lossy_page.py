@@ -26,7 +26,7 @@ def kept(folder):
                 (folder / f"end_{name}_seed{seed}.json").write_text(json.dumps(ended))
     takes = dict.fromkeys(OURS, 0.25) | {name: 0.5 if "fp16" in name else 1.0 for name in PEERS}
     turns = [{"mode": name, "round": 0, "step_seconds": takes[name], "sent_bytes": 1e6} for name in takes]
-    for mbit, notes in ((100, ["quickest other way: int8, NOT exact"]), (0, ["in 1 bucket"])):
+    for mbit, notes in ((100, ["quicker way: int8, NOT exact"]), (0, ["in 1 bucket"])):
         told = {"turns": turns, "rounds": 1, "workers": 4, "mbit": mbit, "machine": "a machine", "notes": notes}
         (folder / f"seconds_{mbit}.json").write_text(json.dumps(told))
     live = {"contender": "int8", "mbit": 100.0, "steps": [0, 5, 10], "metric": [0.1, 0.5, 0.88], "seconds": [0, 2, 4.0]}

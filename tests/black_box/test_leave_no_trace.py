@@ -111,13 +111,13 @@ def test_a_closed_run_leaves_the_users_hooks_and_none_of_its_own(crew):
 
 
 def scheduled(rank, world, plan):
-    before, hook = scheduling(), sys.excepthook
+    before, hook, earlier = scheduling(), sys.excepthook, threading.enumerate()
     model = made(Reader)
     run = face.start(plan, model, OPTIMIZERS["momentum"](model.parameters()), word_loss)
     for step in range(2):
         face.step(run, [word_batch(rank, step)])
     face.close(run)
-    threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    threads = [thread.name for thread in threading.enumerate() if thread not in earlier]
     return before == scheduling() and sys.excepthook is hook, threads
 
 

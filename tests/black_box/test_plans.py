@@ -104,7 +104,7 @@ def test_nothing_that_is_not_exact_is_taken_by_price():
         for per_node in (0, 1):
             plan = words_plan(workers, per_node=per_node)
             said = [line for line in str(plan).splitlines() if "NOT exact" in line]
-            assert face.departures_of(plan) == set() and all("quickest other way: " in line for line in said), said
+            assert face.departures_of(plan) == set() and all("quicker way: " in line for line in said), said
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ BY_ROW = {TABLE: "owned_rows"}
 FAR = armillary.Topology(2, 1, *[armillary.Link(5e-3, 1e6)] * 2, 1 << 33)  # look-ups in time are dear there
 TAKEN, OFF = (
     "prefetch was taken by price",
-    "quickest other way: prefetch, exact, simulated step ",
+    "quicker way: prefetch, exact, simulated step ",
 )
 
 

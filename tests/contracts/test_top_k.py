@@ -78,7 +78,7 @@ def test_it_is_planned_where_it_is_demanded_and_else_only_said():
     assert "small gradients wait until they have grown" in asked
     assert {str(group.exchange) for group in by_price.groups} == {"all_reduce"} and by_price.departures == ()
     said = [note for note in by_price.notes if "NOT exact" in note]
-    assert said and all(note.startswith("quickest other way: ") for note in said)
+    assert said and all(note.startswith("quicker way: ") for note in said)
 
 
 def test_workers_train_as_its_oracle_says(crew):

@@ -52,7 +52,7 @@ def test_without_a_rate_a_default_is_priced_and_the_note_says_so():
         next(note for note in plan(model(FACT), topology).notes if "lossy" in note or "NOT exact" in note)
         for topology in (timed(), timed(INT8))
     ]
-    assert "not measured here but a default: armillary measure times it" in notes[0] and "default" not in notes[1]
+    assert "priced by a default here, armillary measure times it" in notes[0] and "default" not in notes[1]
 
 
 def test_rates_go_to_a_file_and_back_and_a_file_without_them_has_none(tmp_path):

@@ -125,6 +125,7 @@ def _lost(way: Candidate, free: Candidate, chosen: Candidate, question: Question
 
 WORTH_SAYING = 1.15
 WORTH_CHANGING = 0.02  # of a step: forecasts do not tell less apart
+NOT_TIMED = "; coding is priced by a default here, armillary measure times it"
 CODED_ROWS = (
     "rows are rounded or thinned where they travel; what a code leaves out is lost, the owner's row is as it was"
 )
@@ -171,7 +172,7 @@ def departing(plan: Plan, question: Question) -> Iterator[OtherWay]:
         ask = f"constraints={{'*': '{best.choice}'}} (--exchange '{best.choice}=*')"
         if set(departs) <= set(MAY_BE_ALLOWED):
             ask = f"allow={departs!r} (--allow {' --allow '.join(departs)})"
-        yield OtherWay(str(best.choice), False, now, best.seconds, ask)
+        yield OtherWay(str(best.choice), False, now, best.seconds, ask + ("" if _is_timed(question) else NOT_TIMED))
 
 
 def with_taken(plan: Plan) -> Plan:
@@ -222,6 +223,11 @@ def _said_of_taken(plan: Plan) -> list[str]:
     if taken and plan.workers == 1:
         said = [f"one worker: nothing crosses, so nothing is coded by {', '.join(map(str, taken))}"]
     return [*said, *(f"NOT exact: {choice}: {CODED_ROWS}" for choice in _coded_rows(plan))]
+
+
+def _is_timed(question: Question) -> bool:
+    processor = question.case.topology.processor
+    return processor is not None and bool(processor.coding)
 
 
 def _mildest(ways: Sequence[_Way], now: float) -> _Way | None:

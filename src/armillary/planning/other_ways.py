@@ -1,4 +1,4 @@
-"""The quickest other ways to take the same steps: one note on a plan. `armillary advise` compares all of them."""
+"""Quicker ways to take the same steps: one note on a plan. `armillary advise` compares all of them."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -9,7 +9,7 @@ from armillary.plans.units import seconds_text
 
 __all__ = ["OTHER", "OtherWay", "with_quickest"]
 
-OTHER = "quickest other way: "
+OTHER = "quicker way: "
 
 
 class OtherWay(NamedTuple):
