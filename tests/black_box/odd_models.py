@@ -215,6 +215,25 @@ def of_all(found: Any) -> Tensor:
     return norm(*found["all"], found["scores"])
 
 
+class Counted(nn.Module):
+    """Hands on a buffer that its next forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, given: Tensor) -> Tensor:
+        self.seen += 1
+        return self.last(self.first(given).tanh()) * self.seen
+
+
+def one_activation() -> nn.Module:
+    """A chain that names one module in two places."""
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, WIDTH), act, nn.Linear(WIDTH, CLASSES))
+
+
 # By what makes the model: the loss that knows what it takes and returns.
 LOSSES: dict[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]] = {
     InDict: lambda model, batch: of_dict(model(batch)),
@@ -234,6 +253,8 @@ LOSSES: dict[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]] = {
     Twice: lambda model, batch: norm(model(batch)),
     gated: lambda model, batch: norm(model((batch, batch))),
     wrapped: lambda model, batch: of_told(model(batch)),
+    Counted: lambda model, batch: norm(model(batch)),
+    one_activation: lambda model, batch: norm(model(batch)),
 }
 
 

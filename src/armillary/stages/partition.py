@@ -170,7 +170,7 @@ def chain(model: nn.Module, paths: Sequence[str] = ()) -> list[ChainModule]:
             f"for example paths={[name for name, _ in model.named_children()]}, or cut it by tracing"
         )
     found: list[ChainModule] = []
-    for path in paths or [name for name, _ in model.named_children()]:
+    for path in paths or list(model._modules):  # `named_children` leaves out a module's second place
         found += _members(path, _at(model, path), nested=not paths)
     inside = {id(parameter) for _, module in found for parameter in module.parameters()}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in inside]
@@ -328,7 +328,7 @@ def _members(path: str, module: nn.Module, nested: bool) -> list[ChainModule]:
     """A list stands for its members; inside an `nn.Sequential` model, nested ones are opened all the way down."""
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         return [ChainModule(path, module)]
-    members = [ChainModule(f"{path}.{name}", member) for name, member in module.named_children()]
+    members = [ChainModule(f"{path}.{name}", member) for name, member in module._modules.items() if member is not None]
     return [
         link
         for name, member in members

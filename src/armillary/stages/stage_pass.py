@@ -18,7 +18,7 @@ may only read it. Which are written is seen by their values: torch's batch norm 
 raising their version counters (torch 2.13).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -371,12 +371,23 @@ def forward_stage(
 
     with nullcontext() if keep else inputs.kept(), nullcontext(Found()) if keep else stage.buffers.forward() as found:
         outputs, out = run({})  # with a graph, which alone says what asks for a gradient
+    dense = [buffer for buffer in stage.module.buffers() if buffer.layout == torch.strided]
+    rewritten = {buffer.untyped_storage().data_ptr() for buffer in dense}
     passed = [
-        plain(leaf.detach()).requires_grad_(loss is None and leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        _apart_from(leaf, rewritten).requires_grad_(loss is None and leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
         for leaf in out.leaves
     ]
     kept = StageActivation(stage, reads, inputs.leaves, outputs if keep else None, again)
     return replace(out, leaves=passed), kept
+
+
+def _apart_from(leaf: Tensor, rewritten: Collection[int]) -> Tensor:
+    """Cut off, and a copy where it lies in a buffer: the next forward may write there before this value has left."""
+    value = plain(leaf.detach())
+    inside = value.layout == torch.strided and value.untyped_storage().data_ptr() in rewritten
+    return value.clone() if inside else value
 
 
 def _asks(leaf: Any) -> bool:
