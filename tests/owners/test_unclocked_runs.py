@@ -56,7 +56,7 @@ def journey(rank, world, folder):
         taken = []
         for _ in range(2):
             for number in run.shard(NUMBERS):
-                time.sleep(0.01 if rank == 0 else 0.001)
+                time.sleep(0.04 if rank == 0 else 0.001)
                 (found,) = run.step([batches[number]])
                 assert len(found.losses) == 1
                 taken.append(number)

@@ -12,7 +12,7 @@ from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.instructions import Instruction
+from armillary.schedules.instructions import Holdings, Instruction, operation
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.rank_list import Wires
@@ -429,3 +429,14 @@ def test_a_version_that_its_owner_lets_go_before_it_is_lent_is_found():
 
     for found in three_that_lend(early):
         assert "is not here to be lent as backward weights" in found or "is missing" in found
+
+
+def test_weights_are_sent_in_their_newest_version_alone():
+    """An older version may be forgotten by the time its message starts."""
+    update, send = operation("UPDATE"), operation("SEND")
+    held = Holdings(simultaneous(2, 1))
+    for step in (-1, 0):
+        held.here.update(update.makes(Instruction("UPDATE", 1, step, 0, 0), held))
+    for version, missing in ((1, []), (0, ["newest weights"])):
+        one = Instruction("SEND", 1, 1, 0, 0, Letter("weights", version, 0, 0), 1)
+        assert [letter.what for letter in send.reads(one, held) if letter not in held.here] == missing

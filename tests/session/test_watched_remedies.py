@@ -26,6 +26,19 @@ def table():
     return nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 1))
 
 
+class Asking(nn.Module):
+    """As SyncBatchNorm does: every forward asks all ranks."""
+
+    def forward(self, x):
+        mean = x.detach().mean()
+        torch.distributed.all_reduce(mean)
+        return x - mean
+
+
+def asking():
+    return nn.Sequential(blocks(), Asking())
+
+
 def refused(rank, workers, made, free_bytes, batch):
     """What two watched steps raise, and whether a hook of ours is left on the model."""
     torch.manual_seed(0)
@@ -59,6 +72,12 @@ def test_after_the_watched_steps_methods_are_tried_on_the_batch_that_was_seen(cr
         told = said.split("these would do best:")[1].strip().splitlines()
         assert len(told) == 2 and "KARMA" in said and "exact): " in told[0], said
         assert all(re.search(r"\): [\d.]+ [KM]iB, [\d.]+ [mu]?s a step: \w+", one) for one in told), said
+
+
+def test_a_model_with_collectives_of_its_own_is_not_tried_by_rank_zero_alone(crew):
+    room = 4 * BLOCKS * (SAMPLES * 9 * WIDTH + 10 * WIDTH * WIDTH)
+    for said, hooks in crew(2).run(refused, asking, room, torch.randn(SAMPLES, WIDTH)):
+        assert hooks == 0 and "KARMA" not in said, said
 
 
 def test_before_the_first_step_two_ways_are_named_by_what_is_known_of_parameters(crew):

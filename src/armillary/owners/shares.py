@@ -100,8 +100,8 @@ class OwnedPart:
         if name in self.tables:
             rows = {key: one for key, one in state.items() if is_row_shaped(one, theirs)}
             self.row_state[name] = {key: one[self.ownings.tables[name].ids(self.rank)] for key, one in rows.items()}
-            state = {key: one for key, one in state.items() if key not in rows}
-        if state:
+            self.optimizer.state[mine] = copy.deepcopy({key: one for key, one in state.items() if key not in rows})
+        elif state:
             self.optimizer.state[mine] = copy.deepcopy(dict(state))
 
     def read(self, rows: Parts) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from armillary.profiler.probe import Loss
 from armillary.tables.handle import TableHandle
 from armillary.transport.transport import Transport
 
-__all__ = ["AT_WORK", "at_rest", "makes_collectives", "unfit_model"]
+__all__ = ["AT_WORK", "at_rest", "makes_collectives", "refusing_collectives", "unfit_model"]
 
 
 def makes_collectives(model: nn.Module, draw: Callable[[], Any], loss: Loss, transport: Transport) -> bool:
@@ -40,17 +40,25 @@ def makes_collectives(model: nn.Module, draw: Callable[[], Any], loss: Loss, tra
     return any(transport.share(watch.is_seen))
 
 
-class _Collectives(TorchDispatchMode):
-    """While active, notes whether a collective was asked for."""
+def refusing_collectives() -> TorchDispatchMode:
+    """While active, a collective of the model's own raises: one rank looks alone, and would wait for the others."""
+    return _Collectives(is_refused=True)
 
-    def __init__(self) -> None:
+
+class _Collectives(TorchDispatchMode):
+    """While active, notes whether a collective was asked for, or refuses it."""
+
+    def __init__(self, is_refused: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_seen = False
+        self.is_seen, self.is_refused = False, is_refused
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.is_seen |= func.namespace.startswith(("c10d", "_c10d"))
+        is_collective = func.namespace.startswith(("c10d", "_c10d"))
+        if is_collective and self.is_refused:
+            raise RuntimeError(f"{func} is a collective, and only one rank looks at the model here")
+        self.is_seen |= is_collective
         return func(*args, **(kwargs or {}))
 
 

@@ -175,7 +175,6 @@ class Remembered(NamedTuple):
     cache_bytes: int
 
 
-# What an edge may be besides a codec, by name: (what is coded, choice, its options) -> by what it is coded.
 def sample_keys(micro_batch: Any) -> tuple[bytes, ...]:
     """One a sample: along the first dimension of what the first stage reads.
 
@@ -198,6 +197,7 @@ def sample_keys(micro_batch: Any) -> tuple[bytes, ...]:
     return tuple(one.digest() for one in hashes)
 
 
+# What an edge may be besides a codec, by name: (what is coded, choice, its options) -> by what it is coded.
 EDGES: Registry[Callable[[str, Choice, dict[str, Any]], Remembered]] = Registry("edge method", "armillary.schedules")
 
 

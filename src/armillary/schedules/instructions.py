@@ -56,6 +56,7 @@ TOKENS: dict[Kind, str] = {"F": "forward weights", "B": "backward weights"}
 # Things that stay with a rank: an activation for its backward, a micro-batch's gradients, weights, a norm, and the news
 # that a letter has arrived.
 SAVED, OWN, VERSION, KNOWN, ARRIVED = "saved activation", "own gradient", "version", "known norm", "arrived "
+NEWEST = "newest weights"  # what weights are sent as: an older version may be forgotten by then
 
 
 class Letter(NamedTuple):
@@ -269,6 +270,8 @@ def _read_to_send(one: Instruction, held: Holdings) -> Iterator[Letter]:
         yield Letter(OWN, letter.step, letter.micro_batch, letter.stage)
     elif letter.what == "weights":
         yield from held.weights(letter.stage, letter.step)
+        if _version(letter.stage, letter.step + 1) in held.here:
+            yield Letter(NEWEST, letter.step, NO_MICRO_BATCH, letter.stage)
     elif letter.what in TOKENS.values():
         yield from held.lent(letter)
     elif letter.what == "norm":

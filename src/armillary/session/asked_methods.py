@@ -7,6 +7,7 @@ from armillary.planning.memory import NothingFits
 from armillary.plans.advice import Adviser, Situation, advisers, not_for
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
+from armillary.profiler.unfit_model import refusing_collectives
 from armillary.session.advice_page import Row
 from armillary.session.model_to_plan import ModelToPlan
 from armillary.session.situation import situation_of
@@ -52,7 +53,8 @@ def naming_remedies(subject: ModelToPlan, topology: Topology, found: Profile | N
         yield
     except NothingFits as error:
         try:
-            would = _remedies(situation_of(subject, topology, found))
+            with refusing_collectives():  # rank 0 asks alone
+                would = _remedies(situation_of(subject, topology, found))
         except Exception:  # what went wrong first is what the caller must hear
             would = []
         if not would:

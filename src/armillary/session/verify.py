@@ -49,7 +49,6 @@ def verify_workload(
 ) -> Verification:
     """Compares the plan and every forced exchange with one process; every rank must call it.
 
-
     Args:
         request: of the plan, as in training.
         exchanges: to force besides; "every" exact one. One that carries nothing otherwise than an earlier plan is left

@@ -196,6 +196,8 @@ class SavedTensors:
         if saved.is_leaf or (saved._base is not None and saved._base.is_leaf) or saved.layout != torch.strided:
             return saved
         storage = saved.untyped_storage()
+        if storage.data_ptr() in self._stays:
+            return saved
         place = self._places.setdefault(storage.data_ptr(), len(self._storages))
         if place == len(self._storages):
             self._storages.append(storage)

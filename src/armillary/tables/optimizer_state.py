@@ -51,8 +51,9 @@ def open_window(table: Windowed, optimizer: Optimizer, held: Held) -> None:
     """Puts the state of the window's rows where the optimizer looks for it; `held` keeps the shard's."""
     if table.window_rows is None:
         return
+    state = optimizer.state.get(table.parameter, {})  # whose state was cleared begins anew
     for name, whole in held.items():
-        optimizer.state[table.parameter][name] = whole.index_select(0, table.window_rows)
+        state[name] = whole.index_select(0, table.window_rows)
 
 
 def close_window(table: Windowed, optimizer: Optimizer, held: Held) -> None:
