@@ -279,11 +279,11 @@ def test_two_runs_that_start_at_once_have_a_folder_each_and_leave_none_if_they_n
     assert armillary(*asked)[0] == 1
     both = ["recommender", "recommender-2"]
     assert seen == [(["--name", both[0]], both[:1]), (["--name", both[1]], both)]
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
     armillary("plan", "recommender", "--small", "--workers", "1", "--out", "plan.json")
     code, _, err = armillary("train", *LANGUAGE_MODEL, "--plan", "plan.json")
     assert code == 1 and "another model" in err
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 def interrupted(*_):
