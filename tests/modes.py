@@ -17,9 +17,9 @@ from armillary.plans import Message, Send
 from armillary.reference.versions import Reference
 from armillary.schedules import Clip, Schedule
 from armillary.schedules.routes import owner_of
-from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.interpreter import Interpreter
-from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
+from armillary.stages.train_spec import StageContext, TrainSpec, in_a_row
 from channels import GlooChannel, in_threads
 from staged_models import OPTIMIZERS, as_stages, data, drop, same, squared_error, stages_of, weights
 
@@ -65,7 +65,7 @@ class Mode:
     """
 
     ranks: Callable[[Schedule], int]
-    seat: Callable[[Schedule, int, Any, bool], Seat | None]
+    seat: Callable[[Schedule, int, Any, bool], StageContext | None]
     owns: Callable[[Schedule, int], list[int]]
     shows: Callable[[Schedule, int], list[int]]
     runs: Callable[[Schedule, int, int], list[tuple[int, int]]]
@@ -82,7 +82,7 @@ def _owned(schedule: Schedule, rank: int) -> list[int]:
     return [j for j in range(schedule.stages) if owner_of(schedule, j) == rank]
 
 
-def _row(schedule: Schedule, rank: int, channel: Any, one_queue: bool) -> Seat:
+def _row(schedule: Schedule, rank: int, channel: Any, one_queue: bool) -> StageContext:
     return in_a_row(schedule, rank, channel, one_queue=one_queue)
 
 
@@ -95,11 +95,11 @@ def _own_stage(schedule: Schedule, rank: int) -> list[int]:
 
 
 def _shared_stage(schedule: Schedule, rank: int) -> list[int]:
-    return [Sharing(schedule).stage_of(rank)]
+    return [SharedPlacement(schedule).stage_of(rank)]
 
 
 def _owned_of_shared(schedule: Schedule, rank: int) -> list[int]:
-    return [j for j in _shared_stage(schedule, rank) if Sharing(schedule).owner(j) == rank]
+    return [j for j in _shared_stage(schedule, rank) if SharedPlacement(schedule).owner(j) == rank]
 
 
 MODES = {
@@ -115,11 +115,11 @@ MODES = {
     ),
     "shared": Mode(
         lambda s: devices_for(s.workers),
-        lambda s, rank, channel, one_queue: Seat(rank, Sharing(s), channel, one_queue=one_queue),
+        lambda s, rank, channel, one_queue: StageContext(rank, SharedPlacement(s), channel, one_queue=one_queue),
         _owned_of_shared, _shared_stage,
         lambda s, rank, step: [
             (one.micro_batch, j) for j in _shared_stage(s, rank)
-            for one in Sharing(s).actions(rank, step) if one.kind == "F"
+            for one in SharedPlacement(s).actions(rank, step) if one.kind == "F"
         ],
     ),
 }  # fmt: skip
@@ -215,7 +215,7 @@ def holds(mode: str, case: Case, answers: Sequence[Trained]) -> None:
         assert all(same(mine, weights(stages[j])) for j, mine in got.weights.items()), (rank, *told)
         shown |= got.weights.keys()
         for j, mine in got.buffers.items():
-            if mode != "shared" or rank == Sharing(schedule).last(case.steps - 1, j):
+            if mode != "shared" or rank == SharedPlacement(schedule).last(case.steps - 1, j):
                 assert same(mine, copies[rank][j].values() if copies else stages[j].buffers()), (rank, j, *told)
         is_last = (mode != "pipeline" and mode != "shared") or schedule.stages - 1 in got.weights
         want = [step[rank] for step in losses] if how.is_ring else [loss for step in losses for loss in step]

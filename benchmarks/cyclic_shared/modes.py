@@ -24,10 +24,10 @@ from armillary.schedules import Schedule
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
-from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage
-from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
+from armillary.stages.train_spec import StageContext, TrainSpec, in_a_row
 from armillary.transport.transport import Transport
 from benchmarks.cyclic_ring.modes import Waiting
 
@@ -69,7 +69,7 @@ class Forecast:
 def forecast(mode: str, workers: int, slack: int) -> Forecast:
     """Of stages that are equal, on devices that wait for nothing else."""
     if mode == "shared":
-        return Forecast(devices_for(workers), Sharing(cyclic(workers, slack=slack)).utilisation, 1)
+        return Forecast(devices_for(workers), SharedPlacement(cyclic(workers, slack=slack)).utilisation, 1)
     schedule = gpipe(workers, 1) if mode == "replicas" else cyclic_pipeline(workers, workers, slack)
     busy = sum(action.ticks for row in schedule.ticks for action in row) / (schedule.period * workers)
     return Forecast(workers * (workers if mode == "replicas" else 1), busy, _held(schedule))
@@ -136,8 +136,8 @@ def _replicas(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
 
 def _shared(transport: Transport, sizes: Sizes) -> tuple[Stage, Interpreter]:
     schedule, rank = cyclic(sizes.workers, slack=sizes.slack), transport.place.rank
-    own, optimizer = _own(Sharing(schedule).stage_of(rank), sizes)
-    seat = Seat(rank, Sharing(schedule), transport)
+    own, optimizer = _own(SharedPlacement(schedule).stage_of(rank), sizes)
+    seat = StageContext(rank, SharedPlacement(schedule), transport)
     return own, Interpreter(_with_others(own, sizes.workers), optimizer, TrainSpec(schedule, loss), seat)
 
 

@@ -70,7 +70,7 @@ def mixed_up(rank, world, plan):
 
         def swapped(lowering):
             made = next_step(lowering)
-            first, second = [place for place, one in enumerate(made) if one.op == "RECEIVE"][:2]
+            first, second = [place for place, one in enumerate(made) if one.op == "RECV"][:2]
             made[first], made[second] = made[second], made[first]
             return made
 

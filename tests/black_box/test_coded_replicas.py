@@ -204,7 +204,7 @@ def test_a_state_that_is_not_kept_as_it_must_be_is_seen(crew, tmp_path, fault):
 
 
 def sent_in_steps(rank, world, plans):
-    """Bytes of four steps with others before them, which bring the forms of letters."""
+    """Bytes of four steps with others before them, which bring the forms of messages."""
     found = []
     for plan in plans:
         run = begun(plan)

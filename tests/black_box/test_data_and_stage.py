@@ -112,7 +112,7 @@ def apart_by(these, those):
 
 
 def sent_in_steps(rank, world, plan):
-    """Bytes of four steps with others before them, which bring the forms of letters."""
+    """Bytes of four steps with others before them, which bring the forms of messages."""
     run, sent = begun(plan), []
     for steps in (steps_of(0, 3), steps_of(3, 7)):
         for batches in steps:

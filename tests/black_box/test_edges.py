@@ -121,7 +121,7 @@ def test_an_edge_that_there_is_not_is_refused_by_its_number():
 
 
 def sent_in_steps(rank, world, plans):
-    """Bytes of three steps with others before them, which bring the forms of letters; and the losses."""
+    """Bytes of three steps with others before them, which bring the forms of messages; and the losses."""
     found = []
     for plan in plans:
         model = chain()
@@ -226,7 +226,7 @@ def test_an_edge_that_remembers_samples_says_so_is_priced_and_verified(crew):
 
 
 def sent_by_epochs(rank, world, plan, make):
-    """Bytes of a step of the first epoch, and of one of the second, after a step that brings the forms of letters."""
+    """Bytes of a step of the first epoch, and of one of the second, after a step that brings the forms of messages."""
     model, found = make(), []
     run = face.start(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), loss, batch(9, 0))
     face.step(run, [batch(9, number) for number in range(3)])

@@ -8,7 +8,7 @@ import pytest
 from armillary.plans import Link, Plan, Topology
 from armillary.schedules import SCHEDULES, options_of
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.shared_stages import Sharing
+from armillary.schedules.shared_stages import SharedPlacement
 from face import command_in_job, machines
 from schedule_pictures import parse
 
@@ -194,7 +194,7 @@ def test_shared_stages_are_planned_for_devices_that_are_not_here_and_other_numbe
     code, out, err = armillary("plan", *VISION, "--schedule", "shared_stages", "--topology", "six.json")
     assert (code, err) == (0, "")
     assert (
-        str(Sharing(cyclic(3))) in out.replace("\n  ", " ")
+        str(SharedPlacement(cyclic(3))) in out.replace("\n  ", " ")
         and "6 devices for 3 workers" in out
         and "a pipeline reaches" in out
     )

@@ -83,7 +83,7 @@ def test_nothing_hangs_under_either_rule(workers, micro_batches, clip):
     for calls in ("ttts", "tsttts"):
         made = list(lists(setting.schedule, calls, clip))
         assert [flaw(made, setting, rule) for rule in ("nccl", "gloo")] == ["", ""]
-    assert any(one.op == "RECEIVE" and one.peer == workers - 1 for one in made[0]), "the last rank sends to the first"
+    assert any(one.op == "RECV" and one.peer == workers - 1 for one in made[0]), "the last rank sends to the first"
 
 
 CHOICE, OPTIONS = "interleaved(micro_batches=4{})", {"architecture": "vit", "width": 16, "depth": 2}

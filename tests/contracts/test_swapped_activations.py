@@ -41,7 +41,7 @@ def moved(action, clock, one):
 
 
 def in_file(one, held):
-    return [schedules.Letter("activation in a file", *one.place)]
+    return [schedules.StageMessage("activation in a file", *one.place)]
 
 
 def here(one, held):
@@ -74,7 +74,7 @@ def shelf(residency=swapped_or_kept):
 def test_a_list_that_never_brings_an_activation_back_is_found():
     with shelf():
         assert "keeps its 3 rules" in armillary.check("swapped")
-    with shelf(lambda options: swapped_or_kept(options, "ADOPT")), pytest.raises(ValueError, match="saved activation"):
+    with shelf(partial(swapped_or_kept, back="LOAD_BUFFERS")), pytest.raises(ValueError, match="saved activation"):
         armillary.check("swapped")
 
 

@@ -72,7 +72,7 @@ def test_nothing_hangs_and_the_table_keeps_its_laws(stages, micro_batches, clip)
     rows = [Lowering(made, rank, range(stages), clip) for rank in range(stages)]
     lists = [[*one.next_step(), *one.next_step(), *one.rest(), *one.next_step(), *one.rest()] for one in rows]
     assert [flaw(lists, Setting(made, tuple(range(stages)), clip), rule) for rule in RULES] == ["", ""]
-    sent = [one.letter for one in lists[1] if one.op == "SEND" and one.peer == 0 and "norm" not in one.letter.what]
+    sent = [one.message for one in lists[1] if one.op == "SEND" and one.peer == 0 and "norm" not in one.message.what]
     assert not sent, "nothing comes back to the first stage"
     with pytest.raises(ValueError, match="micro-batch 0: B0 starts at tick 1, but B1 ends"):
         Schedule(made.name, made.period, made.ticks, made.staleness)

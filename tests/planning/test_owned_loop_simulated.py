@@ -1,4 +1,4 @@
-"""Lists of instructions against a clock: fill and bubble as the books say, letters when due, bytes as forecast."""
+"""Lists of instructions against a clock: fill and bubble as the books say, messages when due, bytes as forecast."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,8 +18,8 @@ from schedule_messages import lent_messages, ring_messages
 F, B = 1e-3, 2e-3  # of one module of `chain_of`
 
 
-def played(name, workers, modules=None, latency=0.0, seconds_a_letter=0.0, **options):
-    link = Link(latency, 80 / seconds_a_letter if seconds_a_letter else 1e300)
+def played(name, workers, modules=None, latency=0.0, seconds_a_message=0.0, **options):
+    link = Link(latency, 80 / seconds_a_message if seconds_a_message else 1e300)
     topology = Topology(workers, 1, link, link, 1 << 40)
     found = chain_of((100,) * (modules or workers))
     made = plan(found, topology, assumptions=LINKS_ONLY, schedule=Choice(name, options))
@@ -35,25 +35,25 @@ def test_flush_pipelines_have_their_bubble_and_the_cyclic_one_has_none(workers, 
     assert alone.step_seconds == pytest.approx(count * 4 * (F + B)) and not alone.exposed_seconds
 
 
-def test_a_letter_delays_what_waits_for_it_and_nothing_else():
-    """Of two stages and one micro-batch both letters are exposed; of more the first and the last."""
+def test_a_message_delays_what_waits_for_it_and_nothing_else():
+    """Of two stages and one micro-batch both messages are exposed; of more the first and the last."""
     for count in (1, 5):
         slow, fast = (played("gpipe", 2, latency=late, micro_batches=count)[1].step_seconds for late in (4e-4, 0.0))
         assert slow == pytest.approx(fast + 2 * 4e-4)
-    _, found = played("one_f_one_b", 2, seconds_a_letter=5e-4, micro_batches=4)
+    _, found = played("one_f_one_b", 2, seconds_a_message=5e-4, micro_batches=4)
     assert sum(found.exposed_seconds.values()) == pytest.approx(found.step_seconds - found.processor_seconds, abs=1e-9)
     times = [played("pipeline", 3, latency=late, micro_batches=4)[1].step_seconds for late in (0.0, 1e-4, 1e-3, 1e-2)]
     assert times == sorted(times) and times[-1] > 2 * times[0]
 
 
-def test_a_link_carries_one_letter_after_another():
-    """Its link is the slowest part, so a step lasts as long as the letters that the middle stage sends both ways."""
-    step = played("pipeline", 3, seconds_a_letter=1e-2, micro_batches=6)[1].step_seconds
+def test_a_link_carries_one_message_after_another():
+    """Its link is the slowest part, so a step lasts as long as the messages that the middle stage sends both ways."""
+    step = played("pipeline", 3, seconds_a_message=1e-2, micro_batches=6)[1].step_seconds
     assert step >= 6 * 2 * 1e-2
 
 
 def on_a_processor(name, processor=None, hidden=1.0, **options):
-    """Two stages of a tensor of 400 bytes, letters of 80 bytes and of a millisecond."""
+    """Two stages of a tensor of 400 bytes, messages of 80 bytes and of a millisecond."""
     link = Link(0.0, 8e4)
     topology = Topology(2, 1, link, link, 1 << 40, processor=processor, hidden_share=hidden)
     found = chain_of((100, 100))
@@ -69,11 +69,11 @@ def test_calls_on_every_tensor_take_the_processor():
     before, after = (on_a_processor("pipeline", one, micro_batches=count).processor_seconds for one in (quick, slow))
     assert after - before == pytest.approx(3e-3 + 400e-6 + count * 5e-4)
     ringed = on_a_processor("ring", slow).processor_seconds - on_a_processor("ring", quick).processor_seconds
-    assert ringed > 3e-3 + 400e-6 + 2 * 5e-4  # laid into letters, and added, too
+    assert ringed > 3e-3 + 400e-6 + 2 * 5e-4  # laid into messages, and added, too
 
 
-def test_what_compute_cannot_hide_of_a_letter_takes_both_processors():
-    """Of the first letter, which is waited for, the receiver has nothing to do meanwhile."""
+def test_what_compute_cannot_hide_of_a_message_takes_both_processors():
+    """Of the first message, which is waited for, the receiver has nothing to do meanwhile."""
     free, dear = (on_a_processor("gpipe", hidden=share, micro_batches=2) for share in (1.0, 0.5))
     assert free.processor_seconds < dear.processor_seconds <= free.processor_seconds + 2 * 2 * 1e-3 * 0.25 + 1e-12
     assert dear.step_seconds > free.step_seconds

@@ -10,7 +10,7 @@ from armillary.plans import Choice, Mesh, Numbers, ParameterFact, Plan, Profile,
 from armillary.schedules import StageLoad, options_of, read
 from armillary.schedules.costs import held_copies, mean_copies, peak_over_workers
 from armillary.schedules.cyclic import cyclic
-from armillary.schedules.shared_stages import Sharing
+from armillary.schedules.shared_stages import SharedPlacement
 from planning_cases import LINKS_ONLY, machines, table
 from schedule_messages import lent_messages, ring_messages
 from schedule_pictures import parse
@@ -261,7 +261,7 @@ def test_shared_devices_stand_beside_those_without_sharing_and_the_pipeline(work
     devices = workers * (workers + 1) // 2
     flops = [1000 * one for one in flops]
     made = planned("shared_stages", devices, flops=flops, points=list("bc")[: workers - 1])
-    text, sharing = " ".join(made.notes), Sharing(cyclic(workers))
+    text, sharing = " ".join(made.notes), SharedPlacement(cyclic(workers))
     assert options_of(made).picture() == str(sharing) and made.workers == devices
     pace = max(sum(flops[j:]) / (workers - j) for j in range(workers))
     assert f"{devices} devices for {workers} workers" in text and f"without sharing they would be {workers**2}" in text

@@ -199,12 +199,12 @@ def test_an_edge_that_warms_up_is_exact_until_then_and_only_named_edges_are_code
 def test_codes_are_as_long_as_they_say_and_lengths_go_ahead_of_the_others():
     schedule, count = gpipe(2, 3), 5 * WIDE
     sent = trained(schedule, edges_of(2, EIGHT, HALF))
-    letters = STEPS * 3
+    messages = STEPS * 3
     there = [size for _, what, size in sent[0][2] if what == "activation of stage 0"]
-    assert there == [guarded_bytes(EIGHT, count)] * letters
+    assert there == [guarded_bytes(EIGHT, count)] * messages
     back = [size for _, what, size in sent[1][2] if what == "activation gradient of stage 1"]
     lengths = [size for _, what, size in sent[1][2] if what == "lengths of activation gradient of stage 1"]
-    assert lengths == [8] * letters and len(back) == letters
+    assert lengths == [8] * messages and len(back) == messages
     kept = [(size - 1 - 1 - count // 8) // 8 for size in back]
     assert [1 + sparse_bytes(count, one, 8) for one in kept] == back
 
@@ -241,7 +241,7 @@ def code_of_another_micro_batch(monkeypatch):
 
     def late(self, form, written):
         arrived = read(self, form, written)
-        key = self.letter.edge, self.letter.stage
+        key = self.message.edge, self.message.stage
         before[key], given = arrived, before.get(key, arrived)
         return [one.clone() for one in given]
 
@@ -249,14 +249,14 @@ def code_of_another_micro_batch(monkeypatch):
 
 
 def stale_scale(monkeypatch):
-    """The largest number of a tile is that of the letter before."""
+    """The largest number of a tile is that of the message before."""
     write, before = CodedLetter.write, {}
 
     def stale(self, form, tensors):
         written = write(self, form, tensors)
         scale = written[0][1:9].clone()
-        written[0][1:9] = before.get(self.letter.edge, scale)
-        before[self.letter.edge] = scale
+        written[0][1:9] = before.get(self.message.edge, scale)
+        before[self.message.edge] = scale
         return written
 
     monkeypatch.setattr(CodedLetter, "write", stale)
@@ -268,7 +268,7 @@ def coded_twice(monkeypatch):
 
     def twice(self, form, tensors):
         again = self._arrived(form, write(self, form, tensors))
-        return write(replace(self, letter=self.letter._replace(step=self.letter.step + 50)), form, again)
+        return write(replace(self, message=self.message._replace(step=self.message.step + 50)), form, again)
 
     monkeypatch.setattr(CodedLetter, "write", twice)
 

@@ -9,9 +9,9 @@ from armillary.reference.versions import Reference
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.random_streams import plain
-from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.interpreter import Interpreter
-from armillary.stages.train_spec import Seat, TrainSpec, in_a_row
+from armillary.stages.train_spec import StageContext, TrainSpec, in_a_row
 from channels import in_threads
 from staged_models import as_stages, same, squared_error, weights
 
@@ -113,8 +113,8 @@ def shared(schedule, dtype, notes):
     def alone(rank, channel):
         stages = model_of(dtype, notes)
         optimizer = optimizer_of(stages.parameters())
-        sharing = Sharing(schedule)
-        spec, seat = TrainSpec(schedule, squared_error), Seat(rank, sharing, channel)
+        sharing = SharedPlacement(schedule)
+        spec, seat = TrainSpec(schedule, squared_error), StageContext(rank, sharing, channel)
         run = Interpreter(as_stages(stages), optimizer, spec, seat)
         for batches in data(dtype):
             run.step(batches)

@@ -15,15 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from armillary.models.preserved_state import LiveBytes
 from armillary.plans import Choice
 from armillary.reference.versions import Reference
-from armillary.schedules import Clip, Letter, read
+from armillary.schedules import Clip, StageMessage, read
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.costs import copies_held, held_copies
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.routes import NORM_BYTES
-from armillary.schedules.shared_stages import Sharing, devices_for
+from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.train_spec import TrainSpec
-from armillary.stages.weights import Borrowed, StageWeights
+from armillary.stages.weights import StageWeights, UnshardedStage
 from armillary.transport.point_to_point import Mailbox
 from channels import Board, GlooChannel, ThreadChannel, in_threads
 from modes import MODES, STEPS, Case, handed_in, in_threads_of, reference, train, worker
@@ -132,7 +132,7 @@ def sent_in_training(rank, channel, schedule, clip):
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_shared_devices_send_the_schedules_messages_only_and_as_large(workers, clip):
     schedule = cyclic(workers)
-    sharing, stages, expected = Sharing(schedule), stages_of(workers), Counter()
+    sharing, stages, expected = SharedPlacement(schedule), stages_of(workers), Counter()
     for step in range(FIRST, LAST):
         for m in shared_messages(sharing, step, clip):
             own = list(stages[m.stage].parameters())
@@ -170,7 +170,7 @@ def test_a_stage_of_a_pipeline_holds_no_more_activations_than_the_schedule_says(
 
 def test_shared_devices_act_in_order_and_hold_one_micro_batch_from_its_forward_to_its_backward():
     schedule = cyclic(3, slack=1)
-    sharing, case = Sharing(schedule), Case(schedule, model=DRY)
+    sharing, case = SharedPlacement(schedule), Case(schedule, model=DRY)
 
     def alone(rank, channel):
         did, held = [], []
@@ -259,8 +259,8 @@ def test_the_weight_bytes_on_a_worker_of_a_ring_that_keeps_none_are_the_schedule
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (Mailbox, "over", lambda self, letter: [pending.wait() for pending, _ in self._under_way[letter]]),
-        (Borrowed, "let_go", lambda self, letter: None),
+        (Mailbox, "over", lambda self, message: [pending.wait() for pending, _ in self._under_way[message]]),
+        (UnshardedStage, "let_go", lambda self, message: None),
         (StageWeights, "forget", lambda self, before: None),
     ],
     ids=["sent and kept", "borrowed and kept", "stepped beyond and kept"],
@@ -301,7 +301,7 @@ WIDE = 64  # a stage's weights are this many times as large as what it hands on
 
 
 def copies_alive(rank, channel, schedule):
-    """Copies of a stage's weights and gradients, and letters of that size, that are here between two steps."""
+    """Copies of a stage's weights and gradients, and messages of that size, that are here between two steps."""
     with LiveBytes() as live:
         stages, alive = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(schedule.stages)), []
         whole, one = live.now_bytes, sum(parameter.nbytes for parameter in stages[0].parameters())
@@ -441,14 +441,14 @@ def test_unused_parameters_recomputation_stages_without_parameters_and_structure
 
 def test_micro_batches_that_change_their_shape_are_refused_before_they_are_sent():
     channel = ThreadChannel(Board(), rank=0)
-    mailbox, letters = Mailbox(channel, torch.device("cpu")), (Letter("activation", 0, m, 0) for m in range(4))
-    mailbox.send(next(letters), 1, *tree_flatten({"body": torch.zeros(3, 5), "factor": 2}))
+    mailbox, messages = Mailbox(channel, torch.device("cpu")), (StageMessage("activation", 0, m, 0) for m in range(4))
+    mailbox.send(next(messages), 1, *tree_flatten({"body": torch.zeros(3, 5), "factor": 2}))
     before, plain = len(channel.sent), torch.zeros(3, 5)
     for other in ({"body": torch.zeros(2, 5), "factor": 2}, {"body": plain, "factor": 3}, plain):
         with pytest.raises(
             RuntimeError, match=r"activation of stage 0 for rank 1 changed from .* want micro-batches of one shape"
         ):
-            mailbox.send(next(letters), 1, *tree_flatten(other))
+            mailbox.send(next(messages), 1, *tree_flatten(other))
     assert len(channel.sent) == before
 
 

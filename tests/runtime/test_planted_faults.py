@@ -12,14 +12,14 @@ from armillary.schedules import routes as messages
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
 from armillary.schedules.rank_list import ScheduledAction
-from armillary.schedules.shared_stages import Sharing
+from armillary.schedules.shared_stages import SharedPlacement
 from armillary.schedules.simultaneous import simultaneous
 from armillary.stages import optimizer_step as corrected_step
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.optimizer_step import options_of, step_with
 from armillary.stages.reducer import StepMeans
 from armillary.stages.stage_sums import StageSums
-from armillary.stages.weights import Borrowed, StageWeights
+from armillary.stages.weights import StageWeights, UnshardedStage
 from modes import Case, in_threads_of, reference
 from schedule_pictures import parse
 from staged_models import OPTIMIZERS, as_stages, data, same, stages_of, weights
@@ -106,11 +106,11 @@ def adds_to_the_last_steps(self, name, gradient):
     _add(self, name, gradient if kept is None else gradient + kept)
 
 
-def forgets_one(self, letter, came):
+def forgets_one(self, message, came):
     """A rank hands on the sum without its own part, in the second step."""
-    if letter.step == 1 and letter.step in self._own:
-        self._own[letter.step] = {}
-    _join(self, letter, came)
+    if message.step == 1 and message.step in self._own:
+        self._own[message.step] = {}
+    _join(self, message, came)
 
 
 _join, _mean = StageSums.join, StageSums.mean
@@ -127,16 +127,16 @@ def reads_on(self, flats):
     self._versions[self.newest] = self._versions[self.newest - 1]
 
 
-def token_of_the_step_before(self, letter):
+def token_of_the_step_before(self, message):
     """A token of another version: what was lent at the same place the last time."""
     sent = self.__dict__.setdefault("sent", {})
-    flats = _to_lend(self, letter)
-    before = sent.get((letter.what, letter.stage), flats)
-    sent[letter.what, letter.stage] = [flat.clone() for flat in flats]
+    flats = _to_lend(self, message)
+    before = sent.get((message.what, message.stage), flats)
+    sent[message.what, message.stage] = [flat.clone() for flat in flats]
     return before
 
 
-_to_lend, _flats_for = Interpreter._to_lend, Borrowed.flats_for
+_to_lend, _flats_for = Interpreter._to_lend, UnshardedStage.flats_for
 
 
 def backward_by_others(self, what, version):
@@ -151,7 +151,7 @@ def another_owner(schedule, stage):
 
 
 _owner_of = messages.owner_of
-_last = Sharing.last
+_last = SharedPlacement.last
 
 
 def counted_anew(self, step, stage):
@@ -182,11 +182,11 @@ RINGS = [
 ZEROS = [
     *(fault for fault in RINGS if fault[2] is not reads_on),
     (Interpreter, "_to_lend", token_of_the_step_before),
-    (Borrowed, "flats_for", backward_by_others),
+    (UnshardedStage, "flats_for", backward_by_others),
 ]
 SHARES = [
     *(fault for fault in RINGS if fault[2] is not another_owner),
-    (Sharing, "last", counted_anew),
+    (SharedPlacement, "last", counted_anew),
 ]
 OWN = {"ring": RINGS, "zero_ring": ZEROS, "shared": SHARES}  # what runtimes without a store of versions may get wrong
 CASES = [(run, *fault) for run in RUNS for fault in EVERYWHERE + OWN.get(run.split(",")[0], STORES)]

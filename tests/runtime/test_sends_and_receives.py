@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from armillary.plans import Receive, Send
-from armillary.schedules import Letter
+from armillary.schedules import StageMessage
 from armillary.transport.point_to_point import Form, Mailbox, form_of
 from armillary.transport.transport import Transport
 from armillary.transport.watchdog import Timeouts
@@ -48,17 +48,17 @@ def test_what_text_cannot_say_is_refused_by_name():
         Form.from_json('{"leaves": [{"is": 1}], "nest": {"module": "os", "class": "system", "parts": [0]}}')
 
 
-def letters(what, count):
-    return [Letter(what, step, 0, 0) for step in range(count)]
+def messages(what, count):
+    return [StageMessage(what, step, 0, 0) for step in range(count)]
 
 
 @pytest.mark.parametrize("rule", ["nccl", "gloo"])
-def test_letters_of_several_edges_share_one_order_and_are_taken_in_any(rule, monkeypatch):
+def test_messages_of_several_edges_share_one_order_and_are_taken_in_any(rule, monkeypatch):
     monkeypatch.setattr(pickle, "loads", lambda *_: pytest.fail("something was unpickled"))
-    cpu, ups, norms = torch.device("cpu"), letters("activation", 3), letters("partial norm", 3)
+    cpu, ups, norms = torch.device("cpu"), messages("activation", 3), messages("partial norm", 3)
 
     def job(rank, channel):
-        """Every letter of an edge has one form."""
+        """Every message of an edge has one form."""
         box, found = Mailbox(channel, cpu, one_queue=rule == "nccl"), []
         for up, norm in zip(ups, norms):
             for one in (up, norm):

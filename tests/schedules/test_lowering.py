@@ -5,7 +5,7 @@ from itertools import combinations, product
 
 import pytest
 
-from armillary.schedules import Action, Clip, Letter, Schedule
+from armillary.schedules import Action, Clip, Schedule, StageMessage
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.cyclic import cyclic
@@ -15,8 +15,8 @@ from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instructions import Holdings, Instruction, operation
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.one_f_one_b import one_f_one_b
-from armillary.schedules.rank_list import Wires
-from armillary.schedules.shared_stages import Sharing
+from armillary.schedules.rank_list import ChannelRules
+from armillary.schedules.shared_stages import SharedPlacement
 from armillary.schedules.simultaneous import simultaneous
 from schedule_messages import lent_messages, pipeline_messages, ring_messages, shared_messages
 from staged_models import rings
@@ -36,10 +36,10 @@ CLIPS = (None, Clip(1.0, "stage"), Clip(1.0, "previous"), Clip(1.0, "global"))
 
 
 def lists(schedule, calls, clip=None, one_queue=True, lends=False, shares=False, buffered=(), ties=NO_TIES):
-    """What every rank is to do for these calls: a letter each for a step, settling and draining."""
-    found, ranks = [], Sharing(schedule) if shares else range(schedule.workers)
+    """What every rank is to do for these calls: a message each for a step, settling and draining."""
+    found, ranks = [], SharedPlacement(schedule) if shares else range(schedule.workers)
     for rank in range(ranks.devices) if shares else ranks:
-        wires = Wires(one_queue, lends=lends, buffered=buffered, ties=ties)
+        wires = ChannelRules(one_queue, lends=lends, buffered=buffered, ties=ties)
         lowering = Lowering(schedule, rank, ranks, clip, wires=wires)
         does = {"t": lowering.next_step, "s": lowering.rest, "d": lowering.drain}
         found.append([one for call in calls for one in does[call]()])
@@ -62,7 +62,7 @@ def put(between, places):
 
 def in_time(schedule, clip, shares=False):
     try:
-        placed(schedule, Sharing(schedule) if shares else range(schedule.workers)).refuse_late_norm(clip)
+        placed(schedule, SharedPlacement(schedule) if shares else range(schedule.workers)).refuse_late_norm(clip)
     except ValueError:
         return False
     return True
@@ -92,10 +92,10 @@ def test_gradients_that_stages_share_are_there_before_each_of_them_steps(make, s
         assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
         assert flaw(lists(schedule, calls, clip, one_queue=False, ties=ties), where, "gloo") == ""
         for copy, owner in ties.items():
-            mine = [(one.op, one.letter and one.letter.what) for one in made[copy] if one.op in ("TIE", "UPDATE")]
+            mine = [(one.op, one.message and one.message.what) for one in made[copy] if one.op in ("TIE", "UPDATE")]
             steps = [("TIE", "shared gradient"), ("UPDATE", None)]
             assert [one for one in mine if one in steps] == steps * 4
-            theirs = [one.letter.stage for one in made[owner] if one.op == "TIE" and one.stage == owner]
+            theirs = [one.message.stage for one in made[owner] if one.op == "TIE" and one.stage == owner]
             assert theirs.count(copy) == 4 + 4 * (owner in ties and owner == copy)
 
 
@@ -147,11 +147,11 @@ def test_a_placement_says_itself_what_crosses():
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
-def test_the_letters_of_stages_by_turns_are_the_schedules_messages_step_by_step(clip):
+def test_the_messages_of_stages_by_turns_are_the_schedules_messages_step_by_step(clip):
     for schedule in (s for s in SHARED[3:] if in_time(s, clip, shares=True)):
-        sharing, steps = Sharing(schedule), 6
+        sharing, steps = SharedPlacement(schedule), 6
         sent = Counter(
-            (rank, one.peer, "norm" if "norm" in one.letter.what else one.letter.what, one.stage)
+            (rank, one.peer, "norm" if "norm" in one.message.what else one.message.what, one.stage)
             for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip, shares=True))
             for one in made
             if one.op == "SEND"
@@ -168,18 +168,18 @@ def test_of_what_is_as_large_as_a_stage_little_is_on_its_way(schedule, one_queue
     for rank, made in enumerate(lists(schedule, "tttttt", one_queue=one_queue, shares=True)):
         under_way = {}
         for one in made:
-            if one.op in ("SEND", "OVER") and one.letter.what in ("weights", "partial gradient", "gradient"):
-                letters = under_way.setdefault((one.peer, one.letter.edge), set())
-                (letters.add if one.op == "SEND" else letters.discard)(one.letter)
-                assert len(letters) <= most, f"rank {rank}: {sorted(letters)}, {schedule}"
+            if one.op in ("SEND", "WAIT_SEND") and one.message.what in ("weights", "partial gradient", "gradient"):
+                messages = under_way.setdefault((one.peer, one.message.edge), set())
+                (messages.add if one.op == "SEND" else messages.discard)(one.message)
+                assert len(messages) <= most, f"rank {rank}: {sorted(messages)}, {schedule}"
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
-def test_the_letters_of_a_step_are_the_schedules_messages(clip):
+def test_the_messages_of_a_step_are_the_schedules_messages(clip):
     for schedule in (s for s in [*PIPELINES, *RINGS] if in_time(s, clip)):
         steps = 5
         sent = Counter(
-            (rank, one.peer, "norm" if "norm" in one.letter.what else one.letter.what)
+            (rank, one.peer, "norm" if "norm" in one.message.what else one.message.what)
             for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip))
             for one in made
             if one.op == "SEND"
@@ -190,12 +190,12 @@ def test_the_letters_of_a_step_are_the_schedules_messages(clip):
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
-def test_where_weights_are_lent_the_letters_of_a_step_are_the_schedules_messages(clip):
+def test_where_weights_are_lent_the_messages_of_a_step_are_the_schedules_messages(clip):
     """Of the sixth; some of the first come from owners instead, and one more step's leave with the last."""
     for schedule in (s for s in RINGS if in_time(s, clip)):
         sent = [
             Counter(
-                (rank, one.peer, one.letter.what, one.stage)
+                (rank, one.peer, one.message.what, one.stage)
                 for rank, made in enumerate(lists(schedule, "t" * steps, clip, lends=True))
                 for one in made
                 if one.op == "SEND"
@@ -206,15 +206,15 @@ def test_where_weights_are_lent_the_letters_of_a_step_are_the_schedules_messages
         assert sent[1] - sent[0] == wanted
 
 
-def test_every_letter_is_received_in_the_order_of_its_sends_both_directions_of_a_pair_together():
+def test_every_message_is_received_in_the_order_of_its_sends_both_directions_of_a_pair_together():
     for schedule, is_lent in [*product(PIPELINES, [False]), *product(RINGS, [False, True])]:
         made = lists(schedule, "tttsts", Clip(1.0, "previous"), lends=is_lent)
         for one, other in combinations(range(schedule.workers), 2):
             orders = [
                 [
-                    (i.letter, (i.op == "SEND") == (rank == one))
+                    (i.message, (i.op == "SEND") == (rank == one))
                     for i in made[rank]
-                    if i.peer == peer and i.op in ("SEND", "RECEIVE")
+                    if i.peer == peer and i.op in ("SEND", "RECV")
                 ]
                 for rank, peer in ((one, other), (other, one))
             ]
@@ -226,15 +226,13 @@ def test_where_directions_are_apart_room_is_made_long_before_it_is_needed():
     for schedule in (one_f_one_b(3, 6), gpipe(3, 6)):
         for rank, made in enumerate(lists(schedule, "t", one_queue=False)):
             first = places(made, "F")[0]
-            assert Counter(one.letter.what for one in made[:first]) == ({"activation": 6} if rank else {})
+            assert Counter(one.message.what for one in made[:first]) == ({"activation": 6} if rank else {})
             for at in places(made, "F") if rank < 2 else []:
                 following = made[at + 1 : at + 1 + next(iter(places(made[at + 1 :], "F", "B")))]
-                gradient = Letter("activation gradient", 0, made[at].micro_batch, rank + 1)
-                assert gradient in [one.letter for one in following if one.op == "RECEIVE"]
+                gradient = StageMessage("activation gradient", 0, made[at].micro_batch, rank + 1)
+                assert gradient in [one.message for one in following if one.op == "RECV"]
     narrow = lists(gpipe(3, 6), "t")[1]
-    assert places(narrow, "RECEIVE")[6] > places(narrow, "SEND")[0], (
-        "in one queue a receive stays behind what is before"
-    )
+    assert places(narrow, "RECV")[6] > places(narrow, "SEND")[0], "in one queue a receive stays behind what is before"
 
 
 def test_one_device_and_accumulation_send_nothing():
@@ -274,7 +272,7 @@ def two(change):
 
 def test_two_receives_that_change_places_are_found():
     def swapped(made):
-        first, second = places(made[1], "RECEIVE")[:2]
+        first, second = places(made[1], "RECV")[:2]
         made[1][first], made[1][second] = made[1][second], made[1][first]
         return made
 
@@ -287,10 +285,10 @@ def test_two_receives_that_change_places_are_found():
 
 
 def test_two_ranks_that_send_first_hang_under_nccls_rule_alone():
-    """Each makes room for the other's letter only behind its own: on gloo either can move, on NCCL none is first."""
+    """Each makes room for the other's message only behind its own: on gloo either can move, on NCCL none is first."""
 
     def first(made):
-        second = places(made[1], "RECEIVE")[1]
+        second = places(made[1], "RECV")[1]
         send = places(made[1], "SEND")[0]
         made[1].insert(send, made[1].pop(second))  # the gradient goes first, at its place the second activation
         return made
@@ -304,25 +302,25 @@ def test_two_ranks_that_send_first_hang_under_nccls_rule_alone():
     assert flaw(made, where, "nccl") == "", "a batch moves together"
 
 
-def test_a_letter_that_nobody_reads_is_found():
-    letter = Letter("partial norm", 0, -1, 1)
+def test_a_message_that_nobody_reads_is_found():
+    message = StageMessage("partial norm", 0, -1, 1)
 
     def useless(made):
-        made[1] += [Instruction("NORM", 99, 0, -1, 1), Instruction("SEND", 99, 0, -1, 1, letter, 0)]
-        made[0].append(Instruction("RECEIVE", 99, 0, -1, 1, letter, 1))
+        made[1] += [Instruction("NORM", 99, 0, -1, 1), Instruction("SEND", 99, 0, -1, 1, message, 0)]
+        made[0].append(Instruction("RECV", 99, 0, -1, 1, message, 1))
         return made
 
     made, where = two(useless)
     for rule in RULES:
-        assert flaw(made, where, rule) == f"rank 0 never reads {letter}; rank 1 never waits for {letter}"
+        assert flaw(made, where, rule) == f"rank 0 never reads {message}; rank 1 never waits for {message}"
     made[0].pop()
     for rule in RULES:
-        assert flaw(made, where, rule) == f"rank 1: SEND {letter} (0) never moves"
+        assert flaw(made, where, rule) == f"rank 1: SEND {message} (0) never moves"
 
 
 def test_a_receive_that_is_never_answered_is_found():
     made, where = two(lambda made: made)
-    made[0] = [one for one in made[0] if one.letter != Letter("activation", 1, 2, 0)]
+    made[0] = [one for one in made[0] if one.message != StageMessage("activation", 1, 2, 0)]
     assert "rank 1 waits at F 1.2 of step 1: activation of stage 0, step 1, micro-batch 2 is missing" in flaw(
         made, where, "gloo"
     )
@@ -347,7 +345,7 @@ def three_in_a_ring(change):
 def test_a_sum_without_one_ranks_gradients_is_found():
     def unjoined(made):
         first = places(made[2], "SUM")[0]
-        made[2][first] = made[2][first]._replace(op="KNOW")  # takes the letter, and adds nothing
+        made[2][first] = made[2][first]._replace(op="RECV_NORM")  # takes the message, and adds nothing
 
     for found in three_in_a_ring(unjoined):
         assert "UPDATE" in found and "gradients of micro-batches [0, 1] are missing" in found
@@ -356,7 +354,7 @@ def test_a_sum_without_one_ranks_gradients_is_found():
 def test_weights_handed_on_before_they_have_come_are_found():
     def early(made):
         for rank in made:
-            for send in (place for place in places(rank, "SEND") if rank[place].letter.what == "weights"):
+            for send in (place for place in places(rank, "SEND") if rank[place].message.what == "weights"):
                 if rank[send - 1].op == "UNSHARD":
                     rank[send - 1], rank[send] = rank[send], rank[send - 1]
                     return
@@ -399,7 +397,7 @@ def three_that_lend(change):
 
 def test_weights_that_are_given_back_before_they_are_read_are_found():
     def early(made):
-        back = next(place for place in places(made[0], "RESHARD") if made[0][place].letter is not None)
+        back = next(place for place in places(made[0], "RESHARD") if made[0][place].message is not None)
         read = max(place for place in places(made[0], "F", "B") if place < back)
         made[0].insert(read, made[0].pop(back))
 
@@ -409,7 +407,7 @@ def test_weights_that_are_given_back_before_they_are_read_are_found():
 
 def test_weights_that_nobody_gives_back_are_found():
     def kept(made):
-        del made[2][next(place for place in places(made[2], "RESHARD") if made[2][place].letter is not None)]
+        del made[2][next(place for place in places(made[2], "RESHARD") if made[2][place].message is not None)]
 
     for found in three_that_lend(kept):
         assert "rank 2 never lets go of" in found
@@ -419,8 +417,8 @@ def test_a_version_that_its_owner_lets_go_before_it_is_lent_is_found():
     def early(made):
         for rank in made:
             for send in places(rank, "SEND"):
-                gone = rank[send].letter.version if rank[send].letter.what == "backward weights" else -1
-                own = [p for p in places(rank, "RESHARD") if rank[p].letter is None and p > send]
+                gone = rank[send].message.version if rank[send].message.what == "backward weights" else -1
+                own = [p for p in places(rank, "RESHARD") if rank[p].message is None and p > send]
                 those = [p for p in own if (rank[p].stage, rank[p].step) == (rank[send].stage, gone)]
                 if those:
                     rank.insert(send, rank.pop(those[0]))
@@ -438,5 +436,5 @@ def test_weights_are_sent_in_their_newest_version_alone():
     for step in (-1, 0):
         held.here.update(update.makes(Instruction("UPDATE", 1, step, 0, 0), held))
     for version, missing in ((1, []), (0, ["newest weights"])):
-        one = Instruction("SEND", 1, 1, 0, 0, Letter("weights", version, 0, 0), 1)
-        assert [letter.what for letter in send.reads(one, held) if letter not in held.here] == missing
+        one = Instruction("SEND", 1, 1, 0, 0, StageMessage("weights", version, 0, 0), 1)
+        assert [message.what for message in send.reads(one, held) if message not in held.here] == missing

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from armillary.schedules import Action, Clip
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.shared_stages import Sharing, devices_for, workers_on
+from armillary.schedules.shared_stages import SharedPlacement, devices_for, workers_on
 from schedule_messages import shared_messages
 
 PICTURE = """\
@@ -23,7 +23,7 @@ worker 4, stage 1: .  .  .  F1 .  .  B1 F3 .  .  B3 F5 .  .  B5 .   staleness 0 
 worker 5, stage 2: .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .   staleness 0 0 0 0 0 0"""
 
 every = pytest.mark.parametrize("workers", range(1, 9))
-sharings = st.builds(lambda n, slack: Sharing(cyclic(n, slack=slack)), st.integers(1, 8), st.integers(0, 9))
+sharings = st.builds(lambda n, slack: SharedPlacement(cyclic(n, slack=slack)), st.integers(1, 8), st.integers(0, 9))
 
 
 def row(sharing, rank, steps):
@@ -37,13 +37,13 @@ def row(sharing, rank, steps):
 
 
 def test_the_picture():
-    assert str(Sharing(cyclic(3))) == PICTURE
+    assert str(SharedPlacement(cyclic(3))) == PICTURE
 
 
 @every
 def test_no_two_micro_batches_are_on_one_device_in_one_tick_nor_between_forward_and_backward(workers):
     """Over as many steps as it takes every device to come round; a device ends one micro-batch before the next."""
-    sharing = Sharing(cyclic(workers))
+    sharing = SharedPlacement(cyclic(workers))
     for rank in range(sharing.devices):
         done = row(sharing, rank, 2 * workers + 2)
         ticks = [tick for tick, _, _ in done]
@@ -54,7 +54,7 @@ def test_no_two_micro_batches_are_on_one_device_in_one_tick_nor_between_forward_
 
 @every
 def test_every_action_of_the_schedule_is_done_on_one_device_of_its_stage(workers):
-    sharing = Sharing(cyclic(workers))
+    sharing = SharedPlacement(cyclic(workers))
     assert [len(sharing.ranks(j)) for j in range(workers)] == [workers - j for j in range(workers)]
     assert list(chain(*map(sharing.ranks, range(workers)))) == list(range(devices_for(workers)))
     for step in range(3):
@@ -84,7 +84,7 @@ def test_only_the_device_named_is_free_when_a_micro_batch_comes(workers):
 
 @every
 def test_in_the_steady_state_2_of_n_plus_1_devices_compute(workers):
-    sharing = Sharing(cyclic(workers))
+    sharing = SharedPlacement(cyclic(workers))
     rows = [{tick for tick, _, _ in row(sharing, rank, 4)} for rank in range(sharing.devices)]
     for tick in range(4 * workers, 6 * workers):
         assert sum(tick in own for own in rows) == workers
@@ -94,7 +94,7 @@ def test_in_the_steady_state_2_of_n_plus_1_devices_compute(workers):
 @every
 def test_the_formula_of_one_step_would_not_do(workers):
     """Were micro-batches counted anew in every step, some device would keep two where N - j does not divide N."""
-    sharing, schedule = Sharing(cyclic(workers)), cyclic(workers)
+    sharing, schedule = SharedPlacement(cyclic(workers)), cyclic(workers)
     for stage in range(workers):
         count, crowded = workers - stage, False
         for place in range(count):
@@ -112,7 +112,7 @@ def test_the_formula_of_one_step_would_not_do(workers):
 
 @every
 def test_devices_meet_the_same_micro_batches_after_a_rotation(workers):
-    sharing = Sharing(cyclic(workers))
+    sharing = SharedPlacement(cyclic(workers))
     for stage in range(workers):
         turn = sharing.rotation(stage)
         ways = [[sharing.rank_of((step, i, stage)) for i in range(workers)] for step in range(2 * turn + 1)]
@@ -159,7 +159,7 @@ def test_messages_repeat_after_a_rotation(sharing):
 @given(st.integers(1, 8), st.integers(0, 9))
 def test_the_hop_without_slack_is_none_where_the_home_does_not_change(workers, step):
     """At slack 0 the device that finishes the sum is the one that reads the new weights first, in the next tick."""
-    sharing = Sharing(cyclic(workers))
+    sharing = SharedPlacement(cyclic(workers))
     for stage in range(workers):
         first, tick = min(sharing.readers(step + 1, stage).items(), key=lambda pair: pair[1])
         assert first == sharing.last(step, stage) and tick == sharing.complete(step, stage) + 1
@@ -178,8 +178,8 @@ def test_counts_of_devices():
 @pytest.mark.parametrize("other", [cyclic(2, 4), cyclic(2, costs=[(1, 2), (2, 5)]), cyclic_pipeline(3, 4)])
 def test_only_as_many_equal_stages_as_micro_batches_are_shared(other):
     with pytest.raises(ValueError, match="as many equal stages as micro-batches"):
-        Sharing(other)
+        SharedPlacement(other)
 
 
 def test_actions_are_those_of_the_schedule_moved():
-    assert Sharing(cyclic(2)).actions(2, 1)[0] == Action(5, 1, "F", 1, 0)
+    assert SharedPlacement(cyclic(2)).actions(2, 1)[0] == Action(5, 1, "F", 1, 0)

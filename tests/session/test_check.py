@@ -497,7 +497,7 @@ class Deaf(Lowering):
 
     def next_step(self):
         made = super().next_step()
-        return made if self.rank != 1 else [one for one in made if one.op != "RECEIVE"]
+        return made if self.rank != 1 else [one for one in made if one.op != "RECV"]
 
 
 @pytest.mark.usefixtures("shelf")

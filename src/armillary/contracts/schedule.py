@@ -65,7 +65,7 @@ def says_of_its_table_what_is_so(options: ScheduleOptions, workers: int) -> str:
 
 SCHEDULE_RULES: Mapping[str, Callable[[ScheduleOptions, int], str]] = {
     "its table can be computed": can_be_computed,
-    "no rank waits for ever, reads what is not there, or leaves a letter": nobody_waits_for_ever,
+    "no rank waits for ever, reads what is not there, or leaves a message": nobody_waits_for_ever,
     "owners and sizes are those of its table": says_of_its_table_what_is_so,
 }
 

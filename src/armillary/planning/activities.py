@@ -54,7 +54,7 @@ __all__ = [
     "payer",
 ]
 
-ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are letters
+ALL_REDUCE = "all-reduce"  # of a group over replicas; other flights are messages
 NOTHING = Request(0.0, 0.0, 0.0)
 MODEL = "model"  # what runs outside of every stage
 
@@ -229,7 +229,7 @@ class StageCosts:
     """Seconds of one micro-batch without coding, and of the optimizer's step, by what it passes over; the last of its
     modules, which says what it passes on; bytes of its weights, and of the counts behind gradients that are summed on
     their way. Pieces: of the backward, whose seconds they add up to. landing: its gradients taken and added, or laid
-    into a letter.
+    into a message.
     """
 
     forward: tuple[_Part, ...]

@@ -1,7 +1,7 @@
 """Plays a step of a plan against a clock: what each processor and link does, what is exposed.
 
 Every plan is a list of instructions a rank, those that the interpreter carries out, and whoever is earliest goes on. A
-letter moves when it is sent, its receiver has made room and the sender's link is free; links carry one letter after
+message moves when it is sent, its receiver has made room and the sender's link is free; links carry one message after
 another, latency included. Where steps overlap, what is shown is a step in the midst of several.
 
 In a loop of the user's own all ranks do the same, so one list and one rank stand for any number of them: the one whose
@@ -30,7 +30,7 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Link
 from armillary.schedules.edges import EdgeCode, codes_of
-from armillary.schedules.instructions import ARRIVED, SUMS, TOKENS, Holdings, Instruction, Letter, operation
+from armillary.schedules.instructions import ARRIVED, SUMS, TOKENS, Holdings, Instruction, StageMessage, operation
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.registry import SCHEDULES, options_of
 from armillary.schedules.routes import NORM_BYTES
@@ -38,7 +38,7 @@ from armillary.schedules.schedule import Cell
 
 __all__ = ["RankClock", "quickest", "simulate"]
 
-_Key = tuple[Letter, int]  # a letter and its receiver
+_Key = tuple[StageMessage, int]  # a message and its receiver
 SHARED = ("copy's gradient", "shared gradient")
 UNKNOWN = Forecast()
 
@@ -111,7 +111,7 @@ class _Play:
         self.plan, self.case, self.options = asked.plan, asked.case, options_of(asked.plan)
         self.costs = costs_of(asked, self.options)
         self.codes = codes_of(self.options.edges)
-        self.letters: dict[_Key, _Letter] = defaultdict(_Letter)
+        self.messages: dict[_Key, _Letter] = defaultdict(_Letter)
         self.blocked: dict[_Key, int] = {}  # ranks, by what they wait for
         self.woken: list[int] = []  # ranks that need wait no longer
         self.flights: list[Flown] = []
@@ -156,7 +156,7 @@ class _Play:
 
     def _step_flights(self) -> Iterator[Transfer]:
         """Those that one step sends, of all ranks; bytes are the mean over workers. Not of the last of several steps,
-        whose letters nobody has read yet."""
+        whose messages nobody has read yet."""
         for number, sent, flight, _ in (*self.flights, *(one for rank in self.ranks for one in rank.groups.flights)):
             begin, end = self.ranks[number].times[-1 - self.costs.shown :][:2]
             if begin <= sent < end:
@@ -171,36 +171,36 @@ class _Play:
         is_inside = topology.node_of(sender) == topology.node_of(receiver)
         return ("inside", topology.inside) if is_inside else ("between", topology.between)
 
-    def crossing(self, letter: Letter) -> tuple[EdgeCode | None, StageCosts]:
+    def crossing(self, message: StageMessage) -> tuple[EdgeCode | None, StageCosts]:
         """How it is coded, and the stage below the edge."""
-        below = letter.stage - (letter.what != "activation")
-        return self.codes.get((letter.what, letter.stage)), self.costs.stages[below]
+        below = message.stage - (message.what != "activation")
+        return self.codes.get((message.what, message.stage)), self.costs.stages[below]
 
     def groups(self, stage: int) -> list[Group]:
         return [group for group in self.plan.groups if group.stage == stage]
 
-    def bytes_of(self, letter: Letter) -> float:
-        stage, (code, below) = self.costs.stages[letter.stage], self.crossing(letter)
-        if letter.what in ("activation", "activation gradient"):
+    def bytes_of(self, message: StageMessage) -> float:
+        stage, (code, below) = self.costs.stages[message.stage], self.crossing(message)
+        if message.what in ("activation", "activation gradient"):
             return sent_over(code, below.passed)
-        if letter.what in SUMS:
+        if message.what in SUMS:
             return stage.weight_bytes + stage.count_bytes
-        if letter.what in ("weights", *TOKENS.values()):
+        if message.what in ("weights", *TOKENS.values()):
             return stage.weight_bytes
-        return self.costs.shared_bytes.get(letter.stage, 0) if letter.what in SHARED else NORM_BYTES
+        return self.costs.shared_bytes.get(message.stage, 0) if message.what in SHARED else NORM_BYTES
 
-    def meet(self, sender: int, receiver: int, letter: Letter) -> None:
-        """With both sides there the letter moves."""
-        known = self.letters[letter, receiver]
+    def meet(self, sender: int, receiver: int, message: StageMessage) -> None:
+        """With both sides there the message moves."""
+        known = self.messages[message, receiver]
         if known.sent is None or known.room is None:
             return
-        (lane, link), nbytes = self.link(sender, receiver), self.bytes_of(letter)
+        (lane, link), nbytes = self.link(sender, receiver), self.bytes_of(message)
         clock, seconds = self.ranks[sender].clock, link.seconds(nbytes)
         joint = max(known.sent, known.room)
-        known.arrived = clock.occupy(lane, BusySpan(lane, f"stage {letter.stage}", "send", joint, seconds, nbytes))
-        self.woken += [self.blocked.pop(key) for key in ((letter, receiver),) if key in self.blocked]
+        known.arrived = clock.occupy(lane, BusySpan(lane, f"stage {message.stage}", "send", joint, seconds, nbytes))
+        self.woken += [self.blocked.pop(key) for key in ((message, receiver),) if key in self.blocked]
         known.place = len(self.flights)
-        flight = Transfer(f"stage {letter.stage}", letter.what, joint, known.arrived, nbytes)
+        flight = Transfer(f"stage {message.stage}", message.what, joint, known.arrived, nbytes)
         self.flights.append(Flown(sender, known.sent, flight))
 
 
@@ -232,15 +232,15 @@ class RankClock:
         self._held = Holdings(self.play.costs.schedule)
 
     def goes_on(self) -> _Key | None:
-        """By one instruction; else the letter that it needs and that is still without its time."""
+        """By one instruction; else the message that it needs and that is still without its time."""
         one = self.program[self.at]
         row = operation(one.op)
         wanted = [key for thing in row.uses(one, self._held) if (key := self._sent(thing, one)) is not None]
         for lacked in wanted:
-            if self.play.letters[lacked].arrived is None:
+            if self.play.messages[lacked].arrived is None:
                 return lacked
-        for letter, receiver in wanted:
-            self._take(letter, receiver)
+        for message, receiver in wanted:
+            self._take(message, receiver)
         row.seconds(self, one)
         self.at += 1
         while self.ends and self.ends[0] == self.at:
@@ -248,21 +248,21 @@ class RankClock:
             self.ends.pop(0)
         return None
 
-    def _sent(self, thing: Letter, one: Instruction) -> _Key | None:
+    def _sent(self, thing: StageMessage, one: Instruction) -> _Key | None:
         """What crosses to this rank, or has left it."""
         if thing.what.startswith(ARRIVED):
             return thing._replace(what=thing.what.removeprefix(ARRIVED)), one.peer
-        return (thing, self.number) if (thing, self.number) in self.play.letters else None
+        return (thing, self.number) if (thing, self.number) in self.play.messages else None
 
-    def _take(self, letter: Letter, receiver: int) -> None:
-        known, began, flights = self.play.letters[letter, receiver], self.clock.now_seconds, self.play.flights
+    def _take(self, message: StageMessage, receiver: int) -> None:
+        known, began, flights = self.play.messages[message, receiver], self.clock.now_seconds, self.play.flights
         arrived = known.arrived or 0.0
-        self.clock.wait(f"stage {letter.stage}", arrived)
+        self.clock.wait(f"stage {message.stage}", arrived)
         flown = flights[known.place] = flights[known.place].seen(self.clock.now_seconds)
         if receiver == self.number:
             beside = max(0.0, min(began, arrived) - flown.flight.launch_seconds)
-            self._carry(flown.sender, receiver, letter, beside)
-            self._code(letter, "decode")
+            self._carry(flown.sender, receiver, message, beside)
+            self._code(message, "decode")
 
     def stage(self, one: Instruction) -> StageCosts:
         return self.play.costs.stages[one.stage]
@@ -322,37 +322,37 @@ class RankClock:
         self.reduced[key] = []
         self._release(one, () if key in self.over else self._trained(one.stage))
 
-    def send_letter(self, one: Instruction) -> None:
-        assert one.letter is not None
-        self._code(one.letter, "encode")
-        self.work(one, "pack", self._packing(one.letter))
-        self.play.letters[one.letter, one.peer].sent = self.clock.now_seconds
-        self.play.meet(self.number, one.peer, one.letter)
-        self._carry(self.number, one.peer, one.letter)
+    def send_message(self, one: Instruction) -> None:
+        assert one.message is not None
+        self._code(one.message, "encode")
+        self.work(one, "pack", self._packing(one.message))
+        self.play.messages[one.message, one.peer].sent = self.clock.now_seconds
+        self.play.meet(self.number, one.peer, one.message)
+        self._carry(self.number, one.peer, one.message)
 
     def make_room(self, one: Instruction) -> None:
-        assert one.letter is not None
-        self.play.letters[one.letter, self.number].room = self.clock.now_seconds
-        self.play.meet(one.peer, self.number, one.letter)
+        assert one.message is not None
+        self.play.messages[one.message, self.number].room = self.clock.now_seconds
+        self.play.meet(one.peer, self.number, one.message)
 
-    def _code(self, letter: Letter, side: str) -> None:
-        """One side of a letter that is coded."""
-        code, below = self.play.crossing(letter)
+    def _code(self, message: StageMessage, side: str) -> None:
+        """One side of a message that is coded."""
+        code, below = self.play.crossing(message)
         if seconds := coding_seconds_of(code, below.passed, self.play.case):
-            self.clock.work(f"stage {letter.stage}", side, seconds)
+            self.clock.work(f"stage {message.stage}", side, seconds)
 
-    def _packing(self, letter: Letter) -> float:
+    def _packing(self, message: StageMessage) -> float:
         """Many tensors laid into one."""
-        lies_in_one = (letter.step, letter.stage) in self.summed and letter.what in SUMS
-        is_packed = letter.what in (*SUMS, "weights") and not lies_in_one
-        return self.play.costs.stages[letter.stage].landing if is_packed else 0.0
+        lies_in_one = (message.step, message.stage) in self.summed and message.what in SUMS
+        is_packed = message.what in (*SUMS, "weights") and not lies_in_one
+        return self.play.costs.stages[message.stage].landing if is_packed else 0.0
 
-    def _carry(self, sender: int, receiver: int, letter: Letter, beside: float = math.inf) -> None:
-        """One side's share of what compute cannot hide of a letter's bytes; beside: seconds of compute that it had."""
+    def _carry(self, sender: int, receiver: int, message: StageMessage, beside: float = math.inf) -> None:
+        """One side's share of what compute cannot hide of a message's bytes; beside: seconds of compute that it had."""
         _, link = self.play.link(sender, receiver)
-        carried = link.seconds(self.play.bytes_of(letter)) - link.latency_seconds
+        carried = link.seconds(self.play.bytes_of(message)) - link.latency_seconds
         shown = (1 - self.play.case.topology.hidden_share) / 2
-        self.clock.work(f"stage {letter.stage}", "carry", shown * min(carried, beside))
+        self.clock.work(f"stage {message.stage}", "carry", shown * min(carried, beside))
 
     def _trained(self, stage: int) -> set[str]:
         return {name for group in self.play.groups(stage) for name in group.parameters}

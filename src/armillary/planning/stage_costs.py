@@ -260,7 +260,7 @@ def _by_stage(request: EdgeRequest, stages: int) -> Mapping[int, Choice]:
 
 
 def sent_over(code: EdgeCode | None, below: Passed) -> float:
-    """Bytes of a letter, an activation or its gradient.
+    """Bytes of a message, an activation or its gradient.
 
     Args:
         below: the stage below the edge.
@@ -287,7 +287,7 @@ def _refuse_unknown(below: StageLoad) -> None:
 
 
 def coding_seconds_of(code: EdgeCode | None, below: Passed, case: Case) -> float:
-    """Of one side of one letter: encoding or decoding."""
+    """Of one side of one message: encoding or decoding."""
     if code is None or code.rests:
         return 0.0
     work = WORK_AT_PLACES if code.follows else code.codec.work

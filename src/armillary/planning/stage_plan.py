@@ -355,9 +355,9 @@ def _passed(j: int, subject: _Subject, counts: Counts, case: Case) -> Forecast:
     """What a stage's messages take, mean over workers."""
     options, load, topology = subject.options, subject.stages[j], case.topology
     across = topology.workers // options.replicas(topology.workers)
-    letters = [one for one in counts.sent if one.stage == j]
+    messages = [one for one in counts.sent if one.stage == j]
     shared = 2 * reduced_bytes(subject.copies[j])  # a copy's gradients on their way to the owner, and their sums back
-    if not letters:
+    if not messages:
         return Forecast()
     below, codes = subject.stages[max(0, j - 1)], codes_of(options.edges)
     # behind gradients that are summed a count per parameter travels
@@ -370,7 +370,7 @@ def _passed(j: int, subject: _Subject, counts: Counts, case: Case) -> Forecast:
         "norm": NORM_BYTES,
         **dict.fromkeys(TOKENS.values(), load.weight_bytes),
     }
-    passed = sum(one.times * bytes_of[one.what] for one in letters)
+    passed = sum(one.times * bytes_of[one.what] for one in messages)
     sent = (passed + shared) / across
-    count = round(sum(one.times for one in letters)) + 2 * bool(shared)
+    count = round(sum(one.times for one in messages)) + 2 * bool(shared)
     return Forecast(sent, 0.0, topology.link.seconds(sent, count))

@@ -14,7 +14,7 @@ from armillary.schedules.corrections.correction import (
 from armillary.schedules.costs import Planned
 from armillary.schedules.edges import EDGES, Edge, Remembered, codes_of
 from armillary.schedules.in_pipeline import pipeline_method
-from armillary.schedules.instructions import Letter, Operation, register_operation, saved
+from armillary.schedules.instructions import Operation, StageMessage, register_operation, saved
 from armillary.schedules.method import (
     Method,
     Objectives,
@@ -38,7 +38,6 @@ __all__ = [
     "Correction",
     "Edge",
     "Kind",
-    "Letter",
     "Method",
     "Objectives",
     "Operation",
@@ -52,6 +51,7 @@ __all__ = [
     "Schedule",
     "ScheduleOptions",
     "StageLoad",
+    "StageMessage",
     "Staleness",
     "build_correction",
     "codes_of",

@@ -1,9 +1,9 @@
-"""Plays the lists of all ranks against each other: does anybody wait for ever, read what is not there, leave a letter?
+"""Plays the lists of all ranks against each other: does anybody wait for ever, read what is not there, leave a message?
 
 Two rules by which messages move. *NCCL's*: a rank works off its sends and receives with one peer in one queue, and a
 message moves only when it heads both; messages issued as a batch move together. *Gloo's*: nothing moves before its
-receive is posted; the two directions of a pair are apart. In both a SEND and a RECEIVE only start something; who needs
-a letter, or wants one to be over, waits. What moves can only ever let more move, so one order of play stands for all.
+receive is posted; the two directions of a pair are apart. In both a SEND and a RECV only start something; who needs
+a message, or wants one to be over, waits. What moves can only ever let more move, so one order of play stands for all.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from armillary.schedules.instructions import (
     VERSION,
     Holdings,
     Instruction,
-    Letter,
+    StageMessage,
     operation,
 )
 from armillary.schedules.schedule import Schedule
@@ -29,7 +29,7 @@ __all__ = ["Batch", "Rule", "Setting", "flaw"]
 
 Rule = Literal["nccl", "gloo"]
 Batch = list[Instruction]  # issued together
-MESSAGES = ("SEND", "RECEIVE")
+MESSAGES = ("SEND", "RECV")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Setting:
 
 def flaw(programs: Sequence[Sequence[Instruction | Batch]], setting: Setting, rule: Rule) -> str:
     """What is wrong with the lists of all ranks; empty if nothing is."""
-    parts = dict[Letter, list[int]]()
+    parts = dict[StageMessage, list[int]]()
     ranks = [_rank(number, _batches(program), setting, parts) for number, program in enumerate(programs)]
     pairs = [_Pair(one, other, rule) for one in ranks for other in ranks[one.number + 1 :]]
     try:
@@ -60,14 +60,14 @@ def _batches(program: Sequence[Instruction | Batch]) -> list[Batch]:
     return [[one] if isinstance(one, Instruction) else one for one in program]
 
 
-def _rank(number: int, program: list[Batch], setting: Setting, parts: dict[Letter, list[int]]) -> "_Rank":
+def _rank(number: int, program: list[Batch], setting: Setting, parts: dict[StageMessage, list[int]]) -> "_Rank":
     held = Holdings(setting.schedule, setting.clip, setting.drains, parts=parts)
     held.begin(one for batch in program for one in batch)
     return _Rank(number, program, held)
 
 
 class _OutOfOrder(Exception):
-    """Sender and receiver name different letters."""
+    """Sender and receiver name different messages."""
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class _Rank:
         return ""
 
 
-def _said_missing(missing: Sequence[Letter]) -> str:
+def _said_missing(missing: Sequence[StageMessage]) -> str:
     first = missing[0]
     if first.what == OWN:
         return f"gradients of micro-batches {sorted(one.micro_batch for one in missing)} are missing"
@@ -159,15 +159,15 @@ class _Pair:
 
     def _moves(self, sender: _Rank, receiver: _Rank) -> bool:
         sends = [one for one in self._ahead(sender, receiver) if one.op == "SEND"]
-        rooms = [one for one in self._ahead(receiver, sender) if one.op == "RECEIVE"]
+        rooms = [one for one in self._ahead(receiver, sender) if one.op == "RECV"]
         if not sends or not rooms:
             return False
-        letter, wanted = sends[0].letter, rooms[0].letter
-        if letter is None or letter != wanted:
-            raise _OutOfOrder(f"rank {sender.number} sends {letter}, but rank {receiver.number} next wants {wanted}")
+        message, wanted = sends[0].message, rooms[0].message
+        if message is None or message != wanted:
+            raise _OutOfOrder(f"rank {sender.number} sends {message}, but rank {receiver.number} next wants {wanted}")
         sender.moved += 1
-        sender.held.here.add(letter._replace(what=ARRIVED + letter.what))
-        receiver.held.here.add(letter)
+        sender.held.here.add(message._replace(what=ARRIVED + message.what))
+        receiver.held.here.add(message)
         _drop(sender.issued[receiver.number], sends[0])
         _drop(receiver.issued[sender.number], rooms[0])
         return True

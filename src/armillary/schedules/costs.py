@@ -20,12 +20,12 @@ from armillary.schedules.instructions import (
     TOKENS,
     VERSION,
     Holdings,
-    Letter,
+    StageMessage,
     operation,
 )
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.method import Lists, ScheduleOptions, StageLoad
-from armillary.schedules.rank_list import Wires
+from armillary.schedules.rank_list import ChannelRules
 from armillary.schedules.routes import NORM_BYTES, owner_of
 from armillary.schedules.schedule import Cell, Schedule
 
@@ -48,7 +48,7 @@ FORWARD = 1 / 3  # of the seconds of a stage both ways
 
 
 class SentLetters(NamedTuple):
-    """So many letters of a kind in a step, in the mean over steps."""
+    """So many messages of a kind in a step, in the mean over steps."""
 
     sender: int
     what: str
@@ -56,12 +56,12 @@ class SentLetters(NamedTuple):
     times: float
 
 
-def sent_letters(lists: Mapping[int, Lists]) -> list[SentLetters]:
+def sent_messages(lists: Mapping[int, Lists]) -> list[SentLetters]:
     """Of a step. Norms of either direction are one kind."""
     found = Counter[tuple[int, str, int]]()
     for rank, calls in lists.items():
         for one in (one for call in calls[WARM:] for one in call if one.op == "SEND"):
-            what = one.letter.what if one.letter is not None else ""
+            what = one.message.what if one.message is not None else ""
             found[rank, "norm" if what == "partial norm" else what, one.stage] += 1
     steps = len(next(iter(lists.values()))) - WARM
     return [SentLetters(*key, count / steps) for key, count in sorted(found.items())]
@@ -71,7 +71,7 @@ def sent_by_workers(schedule: Schedule) -> list[SentLetters]:
     """The same where each worker of a schedule is a process."""
     ranks = range(schedule.workers)
     lowered = {rank: Lowering(schedule, rank, ranks) for rank in ranks}
-    return sent_letters({rank: [one.next_step() for _ in range(WARM + 1)] for rank, one in lowered.items()})
+    return sent_messages({rank: [one.next_step() for _ in range(WARM + 1)] for rank, one in lowered.items()})
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Counts:
 
     @cached_property
     def sent(self) -> list[SentLetters]:
-        return sent_letters(self.lists)
+        return sent_messages(self.lists)
 
     def sent_bytes(self, stages: Sequence[StageLoad]) -> list[float]:
         """Of each process of a ring in a step: stages go whole, norms are one number."""
@@ -113,8 +113,8 @@ class Counts:
         return most + sum(stages[j].cache_bytes for j in {one.stage for one in program if one.op == "F"})
 
     def pace(self, seconds: Sequence[float]) -> float:
-        """Seconds of a step if letters took no time. Where stages stay with processes, turns are as long as the slowest
-        stage's: what a quicker one would gain goes into its letters and waits.
+        """A step's seconds if messages took no time. Where stages stay with processes, turns take as long as the
+        slowest stage's: what a quicker one would gain goes into its messages and waits.
 
         Args:
             seconds: of forward and backward of each stage, for a micro-batch.
@@ -122,7 +122,7 @@ class Counts:
         if self.options.method.placement.parts:
             seconds = [max(seconds)] * len(seconds)
         clocks = [_Paced(calls, Holdings(self.options.schedule())) for calls in self.lists.values()]
-        arrived: dict[Letter, float] = {}
+        arrived: dict[StageMessage, float] = {}
         while any(clock.goes_on(seconds, arrived) for clock in clocks):
             pass
         return max(clock.ends[-1] - clock.ends[WARM - 1] for clock in clocks) / self.steps
@@ -163,12 +163,12 @@ class _Paced:
 
     def __init__(self, calls: Lists, held: Holdings) -> None:
         self._program = [one for call in calls for one in (*call, None)]  # None: a call is over
-        self._comes = {one.letter for one in self._program if one is not None and one.op == "RECEIVE"}
+        self._comes = {one.message for one in self._program if one is not None and one.op == "RECV"}
         self._held, self._at, self._now = held, 0, 0.0
         self.ends: list[float] = []
 
-    def goes_on(self, seconds: Sequence[float], sent: dict[Letter, float]) -> bool:
-        """Whether it could. sent: when letters left, of all processes."""
+    def goes_on(self, seconds: Sequence[float], sent: dict[StageMessage, float]) -> bool:
+        """Whether it could. sent: when messages left, of all processes."""
         began = self._at
         while self._at < len(self._program):
             one = self._program[self._at]
@@ -180,8 +180,8 @@ class _Paced:
                     break
                 share = {"F": FORWARD, "B": 1 - FORWARD}.get(one.op, 0.0)
                 self._now = max([self._now, *(sent[thing] for thing in needed)]) + share * seconds[one.stage]
-                if one.op == "SEND" and one.letter is not None:
-                    sent[one.letter] = self._now
+                if one.op == "SEND" and one.message is not None:
+                    sent[one.message] = self._now
             self._at += 1
         return self._at > began
 
@@ -228,7 +228,7 @@ def _held(schedule: Schedule, worker: int, clip: Clip | None) -> tuple[frozenset
     """What is held beside weights that are owned, during each action of a step."""
     if schedule.workers == 1:  # nothing is lent
         return (frozenset(),) * (2 * schedule.stages)
-    lowering = Lowering(schedule, worker, range(schedule.workers), clip, wires=Wires(lends=True))
+    lowering = Lowering(schedule, worker, range(schedule.workers), clip, wires=ChannelRules(lends=True))
     whole = [one for _ in range(WARM + 2) for one in lowering.next_step()]  # some of a step comes with the next one
     held, newest, found = Holdings(schedule, clip), Counter[int](), []
     held.begin(whole)
@@ -238,10 +238,10 @@ def _held(schedule: Schedule, worker: int, clip: Clip | None) -> tuple[frozenset
             found.append(frozenset(one for one in kept if one is not None))
         held.carry_out(one)
         newest[one.stage] += one.op == "UPDATE"
-        if one.letter is not None and one.op == "RECEIVE":  # its room is held from here on
-            held.here.add(one.letter)
-        elif one.letter is not None and one.op == "SEND":  # and what is sent until it is waited for
-            held.here.add(one.letter._replace(what=ARRIVED + one.letter.what))
+        if one.message is not None and one.op == "RECV":  # its room is held from here on
+            held.here.add(one.message)
+        elif one.message is not None and one.op == "SEND":  # and what is sent until it is waited for
+            held.here.add(one.message._replace(what=ARRIVED + one.message.what))
     return tuple(found)
 
 
@@ -254,7 +254,7 @@ class _Kept(NamedTuple):
     micro_batch: int = -1
 
 
-def _kept(thing: Letter, owned: Collection[int], newest: Mapping[int, int]) -> _Kept | None:
+def _kept(thing: StageMessage, owned: Collection[int], newest: Mapping[int, int]) -> _Kept | None:
     """The memory in which it lies, if that is as large as a stage and no newest version of what is owned."""
     what, is_sent = thing.what.removeprefix(ARRIVED), thing.what.startswith(ARRIVED)
     if what == VERSION:

@@ -1,7 +1,7 @@
 """What is coded where a pipeline is cut: the activation that goes on, and the gradient that comes back.
 
 An edge has the number of the stage below it. It is written in a plan as a codec's choice, with two options more: of so
-many first steps (`warm_up`) letters travel as they are, and evaluation does as training does, or not (`at_eval`). A
+many first steps (`warm_up`) messages travel as they are, and evaluation does as training does, or not (`at_eval`). A
 gradient by the choice `same` is coded as its activation is; where that keeps places, its numbers at these places travel
 as they are, and the others are zeros on both sides.
 
@@ -67,11 +67,11 @@ class Edge(NamedTuple):
 
 
 class EdgeCode(NamedTuple):
-    """How letters of one kind are coded.
+    """How messages of one kind are coded.
 
     Args:
         codec: guarded.
-        warm_up: letters of earlier steps travel as they are; NEVER: all do, and say what is coded on the way back.
+        warm_up: messages of earlier steps travel as they are; NEVER: all do, and say what is coded on the way back.
         leads: the places that it keeps are those of the gradient.
         follows: only numbers at the places that the activation kept travel; `codec` is not asked.
         cache_bytes: of samples that each end holds; what is coded is their change. 0: nothing is remembered.
@@ -85,7 +85,7 @@ class EdgeCode(NamedTuple):
 
     @property
     def rests(self) -> bool:
-        """Whether all its letters travel as they are."""
+        """Whether all its messages travel as they are."""
         return self.warm_up >= NEVER
 
     @property
@@ -94,7 +94,7 @@ class EdgeCode(NamedTuple):
         return self.codec.is_fixed and not self.follows and not self.cache_bytes
 
 
-Codes = Mapping[tuple[str, int], EdgeCode]  # by what a letter is and the stage that made it
+Codes = Mapping[tuple[str, int], EdgeCode]  # by what a message is and the stage that made it
 
 
 def remembering(codes: Codes, stages: Iterable[int]) -> list[int]:
@@ -103,7 +103,7 @@ def remembering(codes: Codes, stages: Iterable[int]) -> list[int]:
 
 
 def warm_up_of(choice: Choice | None) -> int:
-    """For how many steps letters travel as they are, as it is written in a plan."""
+    """For how many steps messages travel as they are, as it is written in a plan."""
     return 0 if choice is None else int(choice.options.get("warm_up", 0))
 
 
@@ -123,7 +123,7 @@ def draw_of(codec: Codec, seed: int, place: Cell, leaf: int, stages: int, is_bac
     """Where a codec's random numbers come from, apart from all that stages draw.
 
     Args:
-        place: that made the letter; micro-batches are those of all replicas. leaf: number of the tensor in it.
+        place: that made the message; micro-batches are those of all replicas. leaf: number of the tensor in it.
     """
     if not codec.draws:
         return None

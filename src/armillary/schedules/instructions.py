@@ -4,12 +4,12 @@ A plan is lowered to one list of instructions per rank (`lowering.py`). All who 
 checker plays the lists of all ranks, counts say what a rank holds, the simulator plays them against a clock, the
 interpreter carries them out. Nothing in a list says how: which stage, which step and micro-batch, with whom.
 
-A row is an instruction. What it reads, uses up and makes are *things*, named as letters are: an activation, a sum of
+A row is an instruction. What it reads, uses up and makes are *things*, named as messages are: an activation, a sum of
 gradients, a version of weights. A schedule's own file may `register_operation` more of them.
 
     F, B              forward and backward of a stage for a micro-batch
-    SEND, RECEIVE     a letter to a peer: started; room made for one of a peer's
-    OVER              a letter sent is waited for; its tensors may go
+    SEND, RECV        a message to a peer: started; room made for one of a peer's
+    WAIT_SEND         a message sent is waited for; its tensors may go
     REDUCE            a stage's gradients of a step are averaged over the ranks that hold the stage, group by group:
                       each from now on as soon as it is final, from inside the B that follows if one does
     SUM               gradients of a stage from another rank join those here
@@ -18,8 +18,8 @@ gradients, a version of weights. A schedule's own file may `register_operation` 
     UPDATE            the stage's optimizer steps, now or when the norm to clip by is known
     UNSHARD, RESHARD  weights of a stage come from another rank: the next version, to stay, or those that one action
                       reads; what came for an action goes, or, at the owner, a version that nobody needs any more
-    ADOPT             buffers of a stage, as the rank that ran it before has left them, become those here
-    NORM, KNOW        a stage's square joins those of the stages above; the whole is known on this rank
+    LOAD_BUFFERS      buffers of a stage, as the rank that ran it before has left them, become those here
+    NORM, RECV_NORM   a stage's square joins those of the stages above; the whole is known on this rank
 
 Source: the action list of torch.distributed.pipelining, which has F, B, sends, receives, REDUCE_GRAD.
 """
@@ -43,8 +43,8 @@ __all__ = [
     "VERSION",
     "Holdings",
     "Instruction",
-    "Letter",
     "Operation",
+    "StageMessage",
     "operation",
     "register_operation",
     "saved",
@@ -54,12 +54,12 @@ NO_MICRO_BATCH = -1
 SUMS = ("partial gradient", "gradient")
 TOKENS: dict[Kind, str] = {"F": "forward weights", "B": "backward weights"}
 # Things that stay with a rank: an activation for its backward, a micro-batch's gradients, weights, a norm, and the news
-# that a letter has arrived.
+# that a message has arrived.
 SAVED, OWN, VERSION, KNOWN, ARRIVED = "saved activation", "own gradient", "version", "known norm", "arrived "
 NEWEST = "newest weights"  # what weights are sent as: an older version may be forgotten by then
 
 
-class Letter(NamedTuple):
+class StageMessage(NamedTuple):
     """What one rank sends another, named by the place where it was made. Norms are of a step: micro-batch -1. Weights
     are of the version that a step may read first; their micro-batch is that of the rank that sends them. Those lent for
     an action, its forward or backward weights, have the place of that action, and say their version. Gradients of
@@ -78,7 +78,7 @@ class Letter(NamedTuple):
 
     @property
     def at(self) -> str:
-        """Which letter of its edge."""
+        """Which message of its edge."""
         which = f"step {self.step}" + (f", micro-batch {self.micro_batch}" if self.micro_batch >= 0 else "")
         return which + (f", version {self.version}" if self.version >= 0 else "")
 
@@ -91,7 +91,7 @@ class Instruction(NamedTuple):
     Args of note:
         op: a row of the table.
         tick: of the schedule's clock, counted from the first step; the order of the list, not a time to wait for.
-        letter, peer: of SEND, RECEIVE and OVER. code: how the letter is coded, if it is.
+        message, peer: of SEND, RECV and WAIT_SEND. code: how the message is coded, if it is.
     """
 
     op: str
@@ -99,7 +99,7 @@ class Instruction(NamedTuple):
     step: int
     micro_batch: int
     stage: int
-    letter: Letter | None = None
+    message: StageMessage | None = None
     peer: int = -1
     code: EdgeCode | None = None
 
@@ -109,12 +109,12 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         at = f"{self.op} {self.stage}.{self.micro_batch} of step {self.step}"
-        return at if self.letter is None else f"{self.op} {self.letter} ({self.peer})"
+        return at if self.message is None else f"{self.op} {self.message} ({self.peer})"
 
 
-def saved(one: Instruction) -> Letter:
+def saved(one: Instruction) -> StageMessage:
     """What the backward of a place needs of its forward."""
-    return Letter(SAVED, *one.place)
+    return StageMessage(SAVED, *one.place)
 
 
 @dataclass(eq=False)
@@ -124,7 +124,7 @@ class Holdings:
     Args of note:
         drains: steps before which the run drained.
         borrowed, brought: stages whose weights come for one action, and all whose weights come from other ranks.
-        parts: micro-batches whose gradients a letter holds; those of all ranks.
+        parts: micro-batches whose gradients a message holds; those of all ranks.
     """
 
     schedule: Schedule
@@ -132,15 +132,15 @@ class Holdings:
     drains: Collection[int] = ()
     borrowed: Collection[int] = ()
     brought: Collection[int] = ()
-    parts: dict[Letter, list[int]] = field(default_factory=dict)
-    here: set[Letter] = field(default_factory=set)
+    parts: dict[StageMessage, list[int]] = field(default_factory=dict)
+    here: set[StageMessage] = field(default_factory=set)
 
     def begin(self, program: Iterable[Instruction]) -> None:
         """Of the rank whose list this is: version 0 of the stages that it does not borrow."""
         listed = [*program]
-        came = [one for one in listed if one.op == "UNSHARD" and one.letter is not None]
+        came = [one for one in listed if one.op == "UNSHARD" and one.message is not None]
         self.brought = {one.stage for one in came}
-        self.borrowed = {one.stage for one in came if one.letter is not None and one.letter.what in TOKENS.values()}
+        self.borrowed = {one.stage for one in came if one.message is not None and one.message.what in TOKENS.values()}
         self.here |= {_version(one.stage, 0) for one in listed if one.stage not in self.borrowed}
 
     def carry_out(self, one: Instruction) -> "Changed":
@@ -150,29 +150,29 @@ class Holdings:
         self.here.update(changed.made)
         return changed
 
-    def own(self, step: int, stage: int) -> list[Letter]:
+    def own(self, step: int, stage: int) -> list[StageMessage]:
         """Gradients of a stage that are here, a micro-batch each."""
-        every = (Letter(OWN, step, m, stage) for m in range(self.schedule.micro_batches))
+        every = (StageMessage(OWN, step, m, stage) for m in range(self.schedule.micro_batches))
         return [one for one in every if one in self.here]
 
-    def weights(self, stage: int, version: int) -> Iterator[Letter]:
+    def weights(self, stage: int, version: int) -> Iterator[StageMessage]:
         """A version, and where it was made here and waits for a norm to be clipped by, that."""
         yield _version(stage, version)
         if version and self.clip is not None and self.clip.waits and stage not in self.brought:
-            yield Letter(KNOWN, version - 1, NO_MICRO_BATCH, 0)
+            yield StageMessage(KNOWN, version - 1, NO_MICRO_BATCH, 0)
 
-    def lent(self, letter: Letter) -> Iterator[Letter]:
+    def lent(self, message: StageMessage) -> Iterator[StageMessage]:
         """What another rank gets for an action: a token that came here, or a version that was made here."""
-        if letter.stage in self.borrowed:
-            yield _token(letter)
+        if message.stage in self.borrowed:
+            yield _token(message)
         else:
-            yield from self.weights(letter.stage, letter.version)
+            yield from self.weights(message.stage, message.version)
 
-    def read_by(self, one: Instruction, kind: Kind) -> Iterator[Letter]:
+    def read_by(self, one: Instruction, kind: Kind) -> Iterator[StageMessage]:
         """The weights that an action reads. A backward has those of its forward, unless they come for it alone."""
         version = self.schedule.version(one.place, self.drains)
         if one.stage in self.borrowed:
-            yield Letter(TOKENS[kind], NO_MICRO_BATCH, NO_MICRO_BATCH, one.stage, version)
+            yield StageMessage(TOKENS[kind], NO_MICRO_BATCH, NO_MICRO_BATCH, one.stage, version)
         elif kind == "F":
             yield from self.weights(one.stage, version)
 
@@ -180,14 +180,14 @@ class Holdings:
 class Changed(NamedTuple):
     """What an instruction took, and what there is since."""
 
-    used: list[Letter]
-    made: list[Letter]
+    used: list[StageMessage]
+    made: list[StageMessage]
 
 
-Things = Callable[[Instruction, Holdings], Iterable[Letter]]
+Things = Callable[[Instruction, Holdings], Iterable[StageMessage]]
 
 
-def _none(one: Instruction, held: Holdings) -> Iterable[Letter]:
+def _none(one: Instruction, held: Holdings) -> Iterable[StageMessage]:
     return ()
 
 
@@ -212,101 +212,101 @@ class Operation:
     makes: Things = _none
 
 
-def _version(stage: int, version: int) -> Letter:
-    return Letter(VERSION, NO_MICRO_BATCH, NO_MICRO_BATCH, stage, version)
+def _version(stage: int, version: int) -> StageMessage:
+    return StageMessage(VERSION, NO_MICRO_BATCH, NO_MICRO_BATCH, stage, version)
 
 
-def _token(letter: Letter) -> Letter:
+def _token(message: StageMessage) -> StageMessage:
     """Weights lent for an action, whichever it is."""
-    return letter._replace(step=NO_MICRO_BATCH, micro_batch=NO_MICRO_BATCH)
+    return message._replace(step=NO_MICRO_BATCH, micro_batch=NO_MICRO_BATCH)
 
 
-def _letter(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    if one.letter is not None:
-        yield one.letter
+def _message(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    if one.message is not None:
+        yield one.message
 
 
-def _from_below(one: Instruction, held: Holdings) -> Iterator[Letter]:
+def _from_below(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
     if one.stage > 0:  # what the user hands in is always there
-        yield Letter("activation", one.step, one.micro_batch, one.stage - 1)
+        yield StageMessage("activation", one.step, one.micro_batch, one.stage - 1)
 
 
-def _made_by_forward(one: Instruction, held: Holdings) -> Iterator[Letter]:
+def _made_by_forward(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
     yield saved(one)
     if one.stage < held.schedule.stages - 1:
-        yield Letter("activation", *one.place)
+        yield StageMessage("activation", *one.place)
 
 
-def _used_by_backward(one: Instruction, held: Holdings) -> Iterator[Letter]:
+def _used_by_backward(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
     yield saved(one)
     if one.stage < held.schedule.stages - 1 and one.stage not in held.schedule.uncoupled:
-        yield Letter("activation gradient", one.step, one.micro_batch, one.stage + 1)
+        yield StageMessage("activation gradient", one.step, one.micro_batch, one.stage + 1)
 
 
-def _made_by_backward(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    yield Letter(OWN, *one.place)
+def _made_by_backward(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    yield StageMessage(OWN, *one.place)
     if one.stage > 0 and one.stage - 1 not in held.schedule.uncoupled:
-        yield Letter("activation gradient", *one.place)
+        yield StageMessage("activation gradient", *one.place)
 
 
-def _sent(one: Instruction, held: Holdings) -> Iterator[Letter]:
+def _sent(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
     """What was made for one reader leaves, and so do gradients; of weights, norms and buffers a copy does."""
-    letter = one.letter
-    if letter is None:
+    message = one.message
+    if message is None:
         return
-    if letter.what in ("activation", "activation gradient", "partial norm"):
-        yield letter
-    elif letter.what in SUMS:
-        own = held.own(letter.step, letter.stage)
-        held.parts[letter] = [part.micro_batch for part in own]
+    if message.what in ("activation", "activation gradient", "partial norm"):
+        yield message
+    elif message.what in SUMS:
+        own = held.own(message.step, message.stage)
+        held.parts[message] = [part.micro_batch for part in own]
         yield from own
 
 
-def _read_to_send(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    letter = one.letter
-    if letter is None:
+def _read_to_send(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    message = one.message
+    if message is None:
         return
-    if letter.what in SUMS and not held.own(letter.step, letter.stage):
-        yield Letter(OWN, letter.step, letter.micro_batch, letter.stage)
-    elif letter.what == "weights":
-        yield from held.weights(letter.stage, letter.step)
-        if _version(letter.stage, letter.step + 1) in held.here:
-            yield Letter(NEWEST, letter.step, NO_MICRO_BATCH, letter.stage)
-    elif letter.what in TOKENS.values():
-        yield from held.lent(letter)
-    elif letter.what == "norm":
-        yield Letter(KNOWN, letter.step, NO_MICRO_BATCH, 0)
+    if message.what in SUMS and not held.own(message.step, message.stage):
+        yield StageMessage(OWN, message.step, message.micro_batch, message.stage)
+    elif message.what == "weights":
+        yield from held.weights(message.stage, message.step)
+        if _version(message.stage, message.step + 1) in held.here:
+            yield StageMessage(NEWEST, message.step, NO_MICRO_BATCH, message.stage)
+    elif message.what in TOKENS.values():
+        yield from held.lent(message)
+    elif message.what == "norm":
+        yield StageMessage(KNOWN, message.step, NO_MICRO_BATCH, 0)
 
 
-def _arrived(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    if one.letter is not None:
-        yield one.letter._replace(what=ARRIVED + one.letter.what)
+def _arrived(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    if one.message is not None:
+        yield one.message._replace(what=ARRIVED + one.message.what)
 
 
-def _summed(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    for micro_batch in held.parts.get(one.letter, ()) if one.letter is not None else ():
-        yield Letter(OWN, one.step, micro_batch, one.stage)
+def _summed(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    for micro_batch in held.parts.get(one.message, ()) if one.message is not None else ():
+        yield StageMessage(OWN, one.step, micro_batch, one.stage)
 
 
-def _whole_gradient(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    yield from (Letter(OWN, one.step, m, one.stage) for m in range(held.schedule.micro_batches))
+def _whole_gradient(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    yield from (StageMessage(OWN, one.step, m, one.stage) for m in range(held.schedule.micro_batches))
 
 
-def _unsharded(one: Instruction, held: Holdings) -> Iterator[Letter]:
-    if one.letter is not None:
-        is_token = one.letter.what in TOKENS.values()
-        yield _token(one.letter) if is_token else _version(one.stage, one.letter.step)
+def _unsharded(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
+    if one.message is not None:
+        is_token = one.message.what in TOKENS.values()
+        yield _token(one.message) if is_token else _version(one.stage, one.message.step)
 
 
-def _above(one: Instruction, held: Holdings) -> Iterator[Letter]:
+def _above(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
     if one.stage < held.schedule.stages - 1:
-        yield Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)
+        yield StageMessage("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1)
 
 
-def _known(one: Instruction, held: Holdings) -> Iterator[Letter]:
+def _known(one: Instruction, held: Holdings) -> Iterator[StageMessage]:
     """With the first stage's square the norm of the step is known."""
     what = "partial norm" if one.op == "NORM" and one.stage else KNOWN
-    yield Letter(what, one.step, NO_MICRO_BATCH, one.stage if what != KNOWN else 0)
+    yield StageMessage(what, one.step, NO_MICRO_BATCH, one.stage if what != KNOWN else 0)
 
 
 _TABLE = {
@@ -326,41 +326,41 @@ _TABLE = {
     ),
     "SEND": Operation(
         run=lambda rank, one: rank.send(one),
-        seconds=lambda clock, one: clock.send_letter(one),
+        seconds=lambda clock, one: clock.send_message(one),
         uses=_sent,
         reads=_read_to_send,
     ),
-    "RECEIVE": Operation(
+    "RECV": Operation(
         run=lambda rank, one: rank.expect(one), seconds=lambda clock, one: clock.make_room(one)
     ),
-    "OVER": Operation(run=lambda rank, one: rank.see_over(one), uses=_arrived),
+    "WAIT_SEND": Operation(run=lambda rank, one: rank.see_over(one), uses=_arrived),
     "REDUCE": Operation(run=lambda rank, one: rank.reduce(one), seconds=lambda clock, one: clock.reduce(one)),
     "SUM": Operation(
         run=lambda rank, one: rank.join(one),
         seconds=lambda clock, one: clock.add_up(one),
-        uses=_letter,
+        uses=_message,
         makes=_summed,
     ),
-    "TIE": Operation(run=lambda rank, one: rank.join(one), uses=_letter),
+    "TIE": Operation(run=lambda rank, one: rank.join(one), uses=_message),
     "UPDATE": Operation(
         run=lambda rank, one: rank.update(one),
         seconds=lambda clock, one: clock.update(one),
         uses=_whole_gradient,
         makes=lambda one, held: [_version(one.stage, one.step + 1)],
     ),
-    "UNSHARD": Operation(run=lambda rank, one: rank.unshard(one), uses=_letter, makes=_unsharded),
+    "UNSHARD": Operation(run=lambda rank, one: rank.unshard(one), uses=_message, makes=_unsharded),
     "RESHARD": Operation(
         run=lambda rank, one: rank.reshard(one),
-        uses=lambda one, held: [_version(one.stage, one.step) if one.letter is None else _token(one.letter)],
+        uses=lambda one, held: [_version(one.stage, one.step) if one.message is None else _token(one.message)],
     ),
-    "ADOPT": Operation(run=lambda rank, one: rank.adopt(one), uses=_letter),
+    "LOAD_BUFFERS": Operation(run=lambda rank, one: rank.adopt(one), uses=_message),
     "NORM": Operation(
         run=lambda rank, one: rank.add_norm(one),
         seconds=lambda clock, one: clock.land_means(one),
         uses=_above,
         makes=_known,
     ),
-    "KNOW": Operation(run=lambda rank, one: rank.learn_norm(one), uses=_letter, makes=_known),
+    "RECV_NORM": Operation(run=lambda rank, one: rank.learn_norm(one), uses=_message, makes=_known),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ above, behind the last gradient of the step. The whole goes up again rank by ran
 micro-batch that `messages.carrier` names.
 
 Note [Replicas]. A stage's gradients set out to their mean over replicas (`REDUCE`) from inside its last backward. Where
-a letter follows that backward, it goes first: another rank waits for it, and while that works the means have time. They
+a message follows that backward, it goes first: another rank waits for it, and meanwhile the means have time. They
 are waited for by the stage's `UPDATE`, which comes as late as it may: before the first forward that reads what it
 makes, at the end of the step at the latest, or of the one after where every micro-batch reads old weights. What the
 rank does meanwhile hides them. Where squares of several stages travel, they are waited for at once.
@@ -19,12 +19,12 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
-from armillary.schedules.rank_list import RankList, ScheduledAction
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, StageMessage
+from armillary.schedules.rank_list import InstructionWriter, ScheduledAction
 from armillary.schedules.routes import carrier, workers_of_stages
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["Chain", "ranks_of_stages"]
+__all__ = ["PipelineLowering", "ranks_of_stages"]
 
 
 def ranks_of_stages(schedule: Schedule, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def ranks_of_stages(schedule: Schedule, ranks: Sequence[int]) -> tuple[int, ...]
     return tuple(ranks[worker] for worker in workers_of_stages(schedule))
 
 
-class Chain:
+class PipelineLowering:
     """Of all stages of a schedule. Told of every action of every rank, in the one order.
 
     Args:
@@ -54,7 +54,7 @@ class Chain:
         schedule: Schedule,
         ranks: Sequence[int],
         clip: Clip | None,
-        written: RankList,
+        written: InstructionWriter,
         reduces: bool = False,
     ) -> None:
         self._schedule, self._workers, self._written = schedule, tuple(ranks), written
@@ -112,12 +112,12 @@ class Chain:
         if owner == self._written.rank and comes_back and j + 1 < self._schedule.stages:
             upper = self._stages[j + 1]
             if upper != owner:
-                self._written.over(Letter("activation", due.step, due.micro_batch, j), upper, due.tick)
+                self._written.over(StageMessage("activation", due.step, due.micro_batch, j), upper, due.tick)
         reads = comes_back or (due.kind == "F" and before in alone)  # of another forward its gradient says so
         if 0 <= before < self._schedule.stages and reads:
-            self._written.reads(self._letter(due, before), self._stages[before], owner, due.tick)
+            self._written.reads(self._message(due, before), self._stages[before], owner, due.tick)
         if 0 <= after < self._schedule.stages and not (due.kind == "B" and after in alone):
-            self._written.passes(self._letter(due, j), owner, self._stages[after], due.tick)
+            self._written.passes(self._message(due, j), owner, self._stages[after], due.tick)
         if self._is_last(due):
             self._finish(due, owner)
 
@@ -141,8 +141,10 @@ class Chain:
         """Nothing more: all is made."""
 
     @staticmethod
-    def _letter(due: ScheduledAction, stage: int) -> Letter:
-        return Letter("activation" if due.kind == "F" else "activation gradient", due.step, due.micro_batch, stage)
+    def _message(due: ScheduledAction, stage: int) -> StageMessage:
+        return StageMessage(
+            "activation" if due.kind == "F" else "activation gradient", due.step, due.micro_batch, stage
+        )
 
     def _finish(self, due: ScheduledAction, owner: int) -> None:
         """A stage has all its gradients of a step."""
@@ -187,11 +189,11 @@ class Chain:
             else:
                 self._step(waiting)
 
-    def _tie(self, letter: Letter, due: ScheduledAction, sender: int, reader: int) -> None:
+    def _tie(self, message: StageMessage, due: ScheduledAction, sender: int, reader: int) -> None:
         if reader == self._written.rank:
             place = due.tick, due.step, due.micro_batch, due.stage
-            self._written.add(Instruction("TIE", *place, letter, sender))
-        self._written.reads(letter, sender, reader, due.tick)
+            self._written.add(Instruction("TIE", *place, message, sender))
+        self._written.reads(message, sender, reader, due.tick)
 
     def _count_squares(self, due: ScheduledAction) -> None:
         """Where they travel; stages are stepped that have added theirs."""
@@ -209,7 +211,7 @@ class Chain:
         return due.kind == "B" and due.micro_batch == self._schedule.micro_batches - 1
 
     def _is_followed(self, j: int) -> bool:
-        """Whether a letter to another rank follows a stage's backward."""
+        """Whether a message to another rank follows a stage's backward."""
         return j > 0 and self._stages[j - 1] != self._stages[j] and j - 1 not in self._schedule.uncoupled
 
     def _reduce(self, due: ScheduledAction, owner: int) -> None:
@@ -225,7 +227,7 @@ class Chain:
     def _add_norm(self, due: ScheduledAction, tick: int) -> None:
         """The stages after this one have added theirs."""
         j, owner = due.stage, self._stages[due.stage]
-        above, own = (Letter("partial norm", due.step, NO_MICRO_BATCH, stage) for stage in (j + 1, j))
+        above, own = (StageMessage("partial norm", due.step, NO_MICRO_BATCH, stage) for stage in (j + 1, j))
         self._do("NORM", due, owner)
         if j + 1 < self._schedule.stages:
             self._written.reads(above, self._stages[j + 1], owner, tick)
@@ -239,27 +241,27 @@ class Chain:
 
     def _know(self, place: int, tick: int) -> None:
         step, sender, reader = self._known[place], self._path[place - 1], self._path[place]
-        letter = Letter("norm", step, NO_MICRO_BATCH, self._lowest[sender])
+        message = StageMessage("norm", step, NO_MICRO_BATCH, self._lowest[sender])
         self._known[place] += 1
         if reader == self._written.rank:
             stage = self._lowest[reader]
-            self._written.add(Instruction("KNOW", tick, step, NO_MICRO_BATCH, stage, letter, sender))
-        self._written.reads(letter, sender, reader, tick)
+            self._written.add(Instruction("RECV_NORM", tick, step, NO_MICRO_BATCH, stage, message, sender))
+        self._written.reads(message, sender, reader, tick)
         self._pass_up(place, step, tick)
 
     def _pass_up(self, place: int, step: int, tick: int) -> None:
         if place + 1 < len(self._path):
-            letter = Letter("norm", step, NO_MICRO_BATCH, self._lowest[self._path[place]])
-            self._written.passes(letter, self._path[place], self._path[place + 1], tick)
+            message = StageMessage("norm", step, NO_MICRO_BATCH, self._lowest[self._path[place]])
+            self._written.passes(message, self._path[place], self._path[place + 1], tick)
 
     def _do(self, op: str, due: ScheduledAction, owner: int) -> None:
         if owner == self._written.rank:
             self._written.add(Instruction(op, due.tick, due.step, due.micro_batch, due.stage))
 
 
-def _of_copy(due: ScheduledAction, copy: int) -> Letter:
-    return Letter("copy's gradient", due.step, NO_MICRO_BATCH, copy)
+def _of_copy(due: ScheduledAction, copy: int) -> StageMessage:
+    return StageMessage("copy's gradient", due.step, NO_MICRO_BATCH, copy)
 
 
-def _shared(due: ScheduledAction, copy: int) -> Letter:
-    return Letter("shared gradient", due.step, NO_MICRO_BATCH, copy)
+def _shared(due: ScheduledAction, copy: int) -> StageMessage:
+    return StageMessage("shared gradient", due.step, NO_MICRO_BATCH, copy)

@@ -19,19 +19,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
-from armillary.schedules.lower_zero_ring import Lent, hop_ticks
-from armillary.schedules.rank_list import RankList, ScheduledAction, WorkersList
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, StageMessage
+from armillary.schedules.lower_zero_ring import LentWeights, hop_ticks
+from armillary.schedules.rank_list import InstructionWriter, ScheduledAction, WorkerWriter
 from armillary.schedules.routes import closing, owner_of, sum_path, weight_path
 from armillary.schedules.schedule import Schedule
 
-__all__ = ["HandedOn", "Relay"]
+__all__ = ["KeptWeights", "RingLowering"]
 
 
-class HandedOn:
+class KeptWeights:
     """Of all stages of a schedule; each rank gets a version at its own forward, and hands it on at once."""
 
-    def __init__(self, schedule: Schedule, workers: WorkersList) -> None:
+    def __init__(self, schedule: Schedule, workers: WorkerWriter) -> None:
         self._schedule, self._workers = schedule, workers
         self._ways = [weight_path(schedule, stage) for stage in range(schedule.stages)]
         self._newest = [[0] * schedule.workers for _ in self._ways]  # version, by stage and worker
@@ -64,8 +64,8 @@ class HandedOn:
         way = self._ways[stage]
         while worker != way[0] and self._newest[stage][worker] < version:
             before = way[way.index(worker) - 1]
-            letter = Letter("weights", self._newest[stage][worker] + 1, before, stage)
-            self._workers.takes("UNSHARD", worker, tick, letter, before)
+            message = StageMessage("weights", self._newest[stage][worker] + 1, before, stage)
+            self._workers.takes("UNSHARD", worker, tick, message, before)
             self._has(stage, worker, tick)
 
     def _has(self, stage: int, worker: int, tick: int) -> None:
@@ -73,19 +73,19 @@ class HandedOn:
         self._newest[stage][worker] += 1
         way, version = self._ways[stage], self._newest[stage][worker]
         for after in way[way.index(worker) + 1 :][:1]:
-            self._workers.passes(Letter("weights", version, worker, stage), worker, after, tick)
+            self._workers.passes(StageMessage("weights", version, worker, stage), worker, after, tick)
 
 
 class _Sum(NamedTuple):
-    """A letter that leaves at a tick, and who sends it to whom."""
+    """A message that leaves at a tick, and who sends it to whom."""
 
     tick: int
-    letter: Letter
+    message: StageMessage
     sender: int
     receiver: int
 
 
-class Relay:
+class RingLowering:
     """Of all stages of a schedule. Told of every action of every rank, in the one order.
 
     Args:
@@ -96,9 +96,9 @@ class Relay:
             known.
     """
 
-    def __init__(self, schedule: Schedule, ranks: Sequence[int], clip: Clip | None, written: RankList) -> None:
+    def __init__(self, schedule: Schedule, ranks: Sequence[int], clip: Clip | None, written: InstructionWriter) -> None:
         self._schedule, self._clip = schedule, clip
-        self._workers = WorkersList(ranks, written)
+        self._workers = WorkerWriter(ranks, written)
         if len(set(ranks)) < schedule.workers:
             raise ValueError(
                 f"schedule: {schedule.name} runs stages on several of the ranks {tuple(ranks)}, some of which run "
@@ -108,9 +108,9 @@ class Relay:
         self._owners = [owner_of(schedule, stage) for stage in stages]
         self._sums = [sum_path(schedule, stage, clip) for stage in stages]
         self._closings = [closing(schedule, stage, clip) for stage in stages]
-        self._weights: HandedOn | Lent = HandedOn(schedule, self._workers)
+        self._weights: KeptWeights | LentWeights = KeptWeights(schedule, self._workers)
         if written.wires.lends:
-            self._weights = Lent(schedule, clip, self._workers)
+            self._weights = LentWeights(schedule, clip, self._workers)
         self._hop = hop_ticks(schedule) if written.wires.lends else None
         self._leaving: list[_Sum] = []  # see Note [Late sums]
         self._newest = [0 for _ in stages]  # version, at the owner
@@ -157,16 +157,16 @@ class Relay:
     def _sum(self, due: ScheduledAction) -> None:
         worker, stage, path = due.worker, due.stage, self._sums[due.stage]
         if worker in path[1:]:
-            above = Letter("partial gradient", due.step, worker - 1, stage)
+            above = StageMessage("partial gradient", due.step, worker - 1, stage)
             self._workers.takes("SUM", worker, due.tick, above, worker - 1)
         if worker in path[:-1]:
             needed = self._schedule.action("B", worker + 1, stage).start + due.step * self._schedule.period
-            self._passes(Letter("partial gradient", due.step, worker, stage), worker + 1, due.tick, needed)
+            self._passes(StageMessage("partial gradient", due.step, worker, stage), worker + 1, due.tick, needed)
         elif worker == self._last:
             if self._has_norms:
                 self._add_norm(due)
             needed = self._closings[stage].tick + (due.step + 1) * self._schedule.period
-            self._passes(Letter("gradient", due.step, worker, stage), self._owners[stage], due.tick, needed)
+            self._passes(StageMessage("gradient", due.step, worker, stage), self._owners[stage], due.tick, needed)
 
     def end_step(self, steps: int) -> None:
         """Nothing: owners step at times of their own."""
@@ -193,12 +193,12 @@ class Relay:
             for owner in sorted({*self._owners} - {due.worker}):
                 self._workers.passes(self._norm_for(owner, due.step), due.worker, owner, due.tick)
 
-    def _norm_for(self, owner: int, step: int) -> Letter:
-        return Letter("norm", step, NO_MICRO_BATCH, self._owners.index(owner))
+    def _norm_for(self, owner: int, step: int) -> StageMessage:
+        return StageMessage("norm", step, NO_MICRO_BATCH, self._owners.index(owner))
 
     def _know(self, owner: int, steps: int, tick: int) -> None:
         while self._known[owner] < steps:
-            self._workers.takes("KNOW", owner, tick, self._norm_for(owner, self._known[owner]), self._last)
+            self._workers.takes("RECV_NORM", owner, tick, self._norm_for(owner, self._known[owner]), self._last)
             self._known[owner] += 1
 
     def _make(self, stage: int, version: int, tick: int) -> None:
@@ -208,15 +208,15 @@ class Relay:
             if self._clip is not None and self._has_norms:
                 self._know(owner, step + int(self._clip.waits), tick)
             if owner != self._last:
-                self._workers.takes("SUM", owner, tick, Letter("gradient", step, self._last, stage), self._last)
+                self._workers.takes("SUM", owner, tick, StageMessage("gradient", step, self._last, stage), self._last)
             self._workers.does(owner, Instruction("UPDATE", tick, step, self._last, stage))
             self._newest[stage] += 1
             self._weights.made(stage, tick)
 
-    def _passes(self, letter: Letter, receiver: int, tick: int, needed: int) -> None:
+    def _passes(self, message: StageMessage, receiver: int, tick: int, needed: int) -> None:
         """A sum leaves now, or when it is time; see Note [Late sums]."""
         leaves = tick if self._hop is None else max(tick, needed - self._hop)
-        self._leaving.append(_Sum(leaves, letter, letter.micro_batch, receiver))
+        self._leaving.append(_Sum(leaves, message, message.micro_batch, receiver))
         self._leave(tick)
 
     def _leave(self, tick: int | None) -> None:
@@ -224,6 +224,6 @@ class Relay:
         leaving, self._leaving = self._leaving, []
         for one in sorted(leaving):
             if tick is None or one.tick <= tick:
-                self._workers.passes(one.letter, one.sender, one.receiver, one.tick)
+                self._workers.passes(one.message, one.sender, one.receiver, one.tick)
             else:
                 self._leaving.append(one)

@@ -3,7 +3,7 @@
 Activations go up and their gradients down, from the rank of a micro-batch to its rank of the next stage. A rank joins
 its gradients to the sum of the micro-batch before (`SUM`) and hands it on, the last of a step to the stage's owner.
 That steps (`UPDATE`) and hands the new weights to the rank that reads them first, that one to the next (`UNSHARD`),
-each when it reads them. Buffers go with the micro-batches (`ADOPT`): running statistics are kept once, in their order.
+each when it reads them. Buffers go with the micro-batches (`LOAD_BUFFERS`): running statistics are kept once, in order.
 
 What an owner does between two of its actions it does when the tick is over that finished the sum, or the norm. Nothing
 is sent before its reader is handed in: it might never be read.
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter
-from armillary.schedules.rank_list import RankList, ScheduledAction, WorkersList
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, StageMessage
+from armillary.schedules.rank_list import InstructionWriter, ScheduledAction, WorkerWriter
 from armillary.schedules.schedule import Cell, Schedule
 
-__all__ = ["Turning", "Turns"]
+__all__ = ["SharedStagesLowering", "TakesTurns"]
 
 
 class _Event(NamedTuple):
@@ -33,7 +33,7 @@ class _Event(NamedTuple):
     is_norm: bool
 
 
-class Turning(Protocol):
+class TakesTurns(Protocol):
     """Who takes turns, and which way weights go."""
 
     @property
@@ -62,12 +62,12 @@ class Turning(Protocol):
         """The way of a version from hand to hand, from its owner on."""
 
 
-class Turns:
+class SharedStagesLowering:
     """Of all stages of a schedule. Told of every action of every rank, in the one order."""
 
-    def __init__(self, sharing: Turning, clip: Clip | None, written: RankList) -> None:
+    def __init__(self, sharing: TakesTurns, clip: Clip | None, written: InstructionWriter) -> None:
         self._sharing, self._schedule, self._written = sharing, sharing.schedule, written
-        self._ranks = WorkersList(range(sharing.devices), written)
+        self._ranks = WorkerWriter(range(sharing.devices), written)
         stages = range(self._schedule.stages)
         self._owners = [sharing.owner(stage) for stage in stages]
         self._has_norms = clip is not None and clip.needs_all_stages
@@ -105,7 +105,7 @@ class Turns:
         if due.kind == "F":
             if after < self._schedule.stages:
                 above = self._sharing.rank_of((step, micro_batch, after))
-                self._ranks.passes(Letter("activation", *due.place), here, above, due.tick)
+                self._ranks.passes(StageMessage("activation", *due.place), here, above, due.tick)
             if j in self.passed:
                 self._owed[j] = self._number(due) + 1
                 self._pass_buffers(due.tick)
@@ -113,22 +113,22 @@ class Turns:
         if after < self._schedule.stages:  # its gradient says that the activation has arrived
             above = self._sharing.rank_of((step, micro_batch, after))
             if self._ranks.is_here(here):
-                self._written.over(Letter("activation", *due.place), above, due.tick)
-            self._written.reads(Letter("activation gradient", step, micro_batch, after), above, here, due.tick)
+                self._written.over(StageMessage("activation", *due.place), above, due.tick)
+            self._written.reads(StageMessage("activation gradient", step, micro_batch, after), above, here, due.tick)
         if before >= 0:
             below = self._sharing.rank_of((step, micro_batch, before))
-            self._ranks.passes(Letter("activation gradient", *due.place), here, below, due.tick)
+            self._ranks.passes(StageMessage("activation gradient", *due.place), here, below, due.tick)
         self._sum(due, here)
 
     def _sum(self, due: ScheduledAction, here: int) -> None:
         step, micro_batch, j = due.place
         if micro_batch and (before := self._sharing.rank_of((step, micro_batch - 1, j))) != here:
-            self._ranks.takes("SUM", here, due.tick, Letter("partial gradient", step, micro_batch - 1, j), before)
+            self._ranks.takes("SUM", here, due.tick, StageMessage("partial gradient", step, micro_batch - 1, j), before)
         if micro_batch + 1 < self._schedule.micro_batches:
             after = self._sharing.rank_of((step, micro_batch + 1, j))
-            self._ranks.passes(Letter("partial gradient", *due.place), here, after, due.tick)
+            self._ranks.passes(StageMessage("partial gradient", *due.place), here, after, due.tick)
         else:
-            self._ranks.passes(Letter("gradient", *due.place), here, self._owners[j], due.tick)
+            self._ranks.passes(StageMessage("gradient", *due.place), here, self._owners[j], due.tick)
 
     def end_step(self, steps: int) -> None:
         """Owners have done all that the step's ticks made possible."""
@@ -164,7 +164,7 @@ class Turns:
         owner, last = self._owners[stage], self._sharing.last(step, stage)
         number = self._schedule.micro_batches - 1
         if last != owner:
-            self._ranks.takes("SUM", owner, tick, Letter("gradient", step, number, stage), last)
+            self._ranks.takes("SUM", owner, tick, StageMessage("gradient", step, number, stage), last)
         if self._has_norms:
             self._add_norm(stage, step, tick)
         self._ranks.does(owner, Instruction("UPDATE", tick, step, number, stage))
@@ -178,20 +178,20 @@ class Turns:
         owner = self._owners[stage]
         self._ranks.does(owner, Instruction("NORM", tick, step, self._schedule.micro_batches - 1, stage))
         if stage + 1 < self._schedule.stages:
-            above = Letter("partial norm", step, NO_MICRO_BATCH, stage + 1)
+            above = StageMessage("partial norm", step, NO_MICRO_BATCH, stage + 1)
             self._written.reads(above, self._owners[stage + 1], owner, tick)
         if stage > 0:
-            own = Letter("partial norm", step, NO_MICRO_BATCH, stage)
+            own = StageMessage("partial norm", step, NO_MICRO_BATCH, stage)
             self._ranks.passes(own, owner, self._owners[stage - 1], tick)
 
     def _pass_up(self, stage: int, step: int, tick: int) -> None:
         if stage + 1 < self._schedule.stages:
-            letter = Letter("norm", step, NO_MICRO_BATCH, stage)
-            self._ranks.passes(letter, self._owners[stage], self._owners[stage + 1], tick)
+            message = StageMessage("norm", step, NO_MICRO_BATCH, stage)
+            self._ranks.passes(message, self._owners[stage], self._owners[stage + 1], tick)
 
     def _know(self, stage: int, step: int, tick: int) -> None:
-        letter = Letter("norm", step, NO_MICRO_BATCH, stage - 1)
-        self._ranks.takes("KNOW", self._owners[stage], tick, letter, self._owners[stage - 1])
+        message = StageMessage("norm", step, NO_MICRO_BATCH, stage - 1)
+        self._ranks.takes("RECV_NORM", self._owners[stage], tick, message, self._owners[stage - 1])
         self._pass_up(stage, step, tick)
         if self._waits:
             self._has(stage, self._owners[stage], tick)
@@ -201,8 +201,8 @@ class Turns:
         while rank != self._owners[stage] and self._newest[rank] < version:
             way = self._sharing.weight_path(self._newest[rank] + 1, stage)
             before = way[way.index(rank) - 1]
-            letter = Letter("weights", self._newest[rank] + 1, before, stage)
-            self._ranks.takes("UNSHARD", rank, tick, letter, before)
+            message = StageMessage("weights", self._newest[rank] + 1, before, stage)
+            self._ranks.takes("UNSHARD", rank, tick, message, before)
             self._has(stage, rank, tick)
 
     def _has(self, stage: int, rank: int, tick: int) -> None:
@@ -211,7 +211,7 @@ class Turns:
         version = self._newest[rank]
         way = self._sharing.weight_path(version, stage)
         for after in way[way.index(rank) + 1 :][:1]:
-            self._ranks.passes(Letter("weights", version, rank, stage), rank, after, tick)
+            self._ranks.passes(StageMessage("weights", version, rank, stage), rank, after, tick)
 
     def _number(self, due: ScheduledAction) -> int:
         return due.step * self._schedule.micro_batches + due.micro_batch
@@ -220,7 +220,7 @@ class Turns:
         if due.stage in self.passed and (number := self._number(due)):
             place = *divmod(number - 1, self._schedule.micro_batches), due.stage
             here, before = self._sharing.rank_of(due.place), self._sharing.rank_of(place)
-            self._ranks.takes("ADOPT", here, due.tick, Letter("buffers", *place), before)
+            self._ranks.takes("LOAD_BUFFERS", here, due.tick, StageMessage("buffers", *place), before)
 
     def _pass_buffers(self, tick: int) -> None:
         """Those whose reader is handed in."""
@@ -230,4 +230,4 @@ class Turns:
                 del self._owed[stage]
                 made, read = (*divmod(number - 1, count), stage), (*divmod(number, count), stage)
                 ends = self._sharing.rank_of(made), self._sharing.rank_of(read)
-                self._ranks.passes(Letter("buffers", *made), *ends, tick)
+                self._ranks.passes(StageMessage("buffers", *made), *ends, tick)

@@ -28,12 +28,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from armillary.schedules.clipping import Clip
-from armillary.schedules.instructions import TOKENS, Instruction, Letter
-from armillary.schedules.rank_list import ScheduledAction, WorkersList
+from armillary.schedules.instructions import TOKENS, Instruction, StageMessage
+from armillary.schedules.rank_list import ScheduledAction, WorkerWriter
 from armillary.schedules.routes import closing, weight_path
 from armillary.schedules.schedule import Cell, Kind, Schedule
 
-__all__ = ["Lent", "Unshard", "hop_ticks", "unshards"]
+__all__ = ["LentWeights", "Unshard", "hop_ticks", "unshards"]
 
 
 class Unshard(NamedTuple):
@@ -86,14 +86,14 @@ class _Leave(NamedTuple):
     sender: int
 
 
-class Lent:
+class LentWeights:
     """Of all stages of a schedule.
 
     Raises:
         ValueError: weights more than one step old.
     """
 
-    def __init__(self, schedule: Schedule, clip: Clip | None, workers: WorkersList) -> None:
+    def __init__(self, schedule: Schedule, clip: Clip | None, workers: WorkerWriter) -> None:
         self._schedule, self._workers = schedule, workers
         stages = range(schedule.stages)
         self._unshards = [unshard for stage in stages for unshard in unshards(schedule, stage, clip)]
@@ -104,10 +104,10 @@ class Lent:
         self._opened = 0  # the step that began with the newest weights everywhere
         self._waiting: list[_Leave] = []  # a heap
         self._late: list[_Leave] = []  # whose time has come, but the sender has not got it yet
-        self._senders: dict[Letter, int] = {}  # of what has left and was not used
-        self._held: set[Letter] = set()  # by a worker that does not own it
-        self._used: set[Letter] = set()  # of these: not needed there any more
-        self._gone: set[Letter] = set()  # of these: handed on
+        self._senders: dict[StageMessage, int] = {}  # of what has left and was not used
+        self._held: set[StageMessage] = set()  # by a worker that does not own it
+        self._used: set[StageMessage] = set()  # of these: not needed there any more
+        self._gone: set[StageMessage] = set()  # of these: handed on
         self._uses: dict[tuple[int, int], set[str]] = {}  # of a version at its owner, by stage: those still to come
 
     def begin_step(self, step: int) -> None:
@@ -130,19 +130,19 @@ class Lent:
         self._leave(due.tick)
         if due.worker == self._ways[due.stage][0]:
             return
-        letter = self._letter(due.kind, due.place)
-        if letter not in self._senders:
-            raise ValueError(f"schedule: {self._schedule.name}: {letter} is read before it can have come")
-        self._take(letter, due.tick)
+        message = self._message(due.kind, due.place)
+        if message not in self._senders:
+            raise ValueError(f"schedule: {self._schedule.name}: {message} is read before it can have come")
+        self._take(message, due.tick)
         self._leave(due.tick)
 
     def after(self, due: ScheduledAction) -> None:
         """What was lent is given back when it has been handed on."""
         owner = self._ways[due.stage][0]
         if due.worker != owner:
-            letter = self._letter(due.kind, due.place)
-            self._used.add(letter)
-            self._give_back(letter, due.tick)
+            message = self._message(due.kind, due.place)
+            self._used.add(message)
+            self._give_back(message, due.tick)
         elif due.kind == "B":
             self._end_use(due.stage, due.step, due.worker, "own", due.tick)
 
@@ -152,11 +152,11 @@ class Lent:
     def drain(self, steps: int, tick: int) -> None:
         """What is lent or on its way goes, and so do versions that were kept for it."""
         self._waiting, self._late = [], []
-        for letter in sorted(self._held):
-            self._reshard(letter, tick)
-        for letter in sorted(self._senders):
-            self._take(letter, tick)
-            self._reshard(letter, tick)
+        for message in sorted(self._held):
+            self._reshard(message, tick)
+        for message in sorted(self._senders):
+            self._take(message, tick)
+            self._reshard(message, tick)
         for stage in range(self._schedule.stages):
             self._forget(stage, steps, tick)
         self._drains.append(steps)
@@ -183,18 +183,18 @@ class Lent:
             return self._newest[one.unshard.stage] >= self._schedule.version(place, self._drains)
         return self._source(one) in self._held
 
-    def _source(self, one: _Leave) -> Letter:
+    def _source(self, one: _Leave) -> StageMessage:
         """The token that a worker hands on, as it came to it."""
-        return self._letter(one.unshard.kind, (one.step - one.unshard.crosses, one.sender, one.unshard.stage))
+        return self._message(one.unshard.kind, (one.step - one.unshard.crosses, one.sender, one.unshard.stage))
 
-    def _letter(self, kind: Kind, place: Cell) -> Letter:
-        return Letter(TOKENS[kind], *place, self._schedule.version(place, self._drains))
+    def _message(self, kind: Kind, place: Cell) -> StageMessage:
+        return StageMessage(TOKENS[kind], *place, self._schedule.version(place, self._drains))
 
     def _send(self, one: _Leave, tick: int) -> None:
         stage, receiver, owner = one.unshard.stage, one.unshard.receiver, self._ways[one.unshard.stage][0]
-        letter = self._letter(one.unshard.kind, (one.step, receiver, stage))
-        self._senders[letter] = one.sender
-        self._workers.passes(letter, one.sender, receiver, tick)
+        message = self._message(one.unshard.kind, (one.step, receiver, stage))
+        self._senders[message] = one.sender
+        self._workers.passes(message, one.sender, receiver, tick)
         if one.sender != owner:
             source = self._source(one)
             self._gone.add(source)
@@ -202,21 +202,21 @@ class Lent:
         elif one.unshard.sender == owner:
             self._end_use(stage, one.step, receiver, one.unshard.kind, tick)
 
-    def _take(self, letter: Letter, tick: int) -> None:
-        self._workers.takes("UNSHARD", letter.micro_batch, tick, letter, self._senders.pop(letter))
-        self._held.add(letter)
+    def _take(self, message: StageMessage, tick: int) -> None:
+        self._workers.takes("UNSHARD", message.micro_batch, tick, message, self._senders.pop(message))
+        self._held.add(message)
 
-    def _give_back(self, letter: Letter, tick: int) -> None:
+    def _give_back(self, message: StageMessage, tick: int) -> None:
         """If nobody waits for it here."""
-        is_last = letter.micro_batch == self._ways[letter.stage][-1]
-        if letter in self._used and (is_last or letter in self._gone):
-            self._reshard(letter, tick)
+        is_last = message.micro_batch == self._ways[message.stage][-1]
+        if message in self._used and (is_last or message in self._gone):
+            self._reshard(message, tick)
 
-    def _reshard(self, letter: Letter, tick: int) -> None:
-        place = letter.step, letter.micro_batch, letter.stage
-        self._workers.does(letter.micro_batch, Instruction("RESHARD", tick, *place, letter))
+    def _reshard(self, message: StageMessage, tick: int) -> None:
+        place = message.step, message.micro_batch, message.stage
+        self._workers.does(message.micro_batch, Instruction("RESHARD", tick, *place, message))
         for those in (self._held, self._used, self._gone):
-            those.discard(letter)
+            those.discard(message)
 
     def _end_use(self, stage: int, step: int, worker: int, use: str, tick: int) -> None:
         """Of a version at its owner, which goes with the last: its own backward, or what the next one gets of it."""

@@ -1,7 +1,7 @@
 """A schedule lowered to one rank's list of instructions, call by call: a step handed in, or the rest worked off.
 
 Note [One order]. All ranks walk through the same actions of all workers, in the order of the schedule's clock
-(`ActionQueue`). A rank's list is what of that concerns it; room for a letter is made where its sender sends it. So two
+(`ActionQueue`). A rank's list is what of that concerns it; room for a message is made where its sender sends it. So two
 ranks name their sends and receives in one and the same order, both directions together: a queue that NCCL can carry as
 it stands. What an action waits for has an earlier place in that order, so nobody waits in a circle, whichever rules a
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
@@ -19,17 +19,17 @@ from functools import cached_property
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.instructions import Instruction
-from armillary.schedules.lower_pipeline import Chain
-from armillary.schedules.lower_ring import Relay
+from armillary.schedules.lower_pipeline import PipelineLowering
+from armillary.schedules.lower_ring import RingLowering
 from armillary.schedules.rank_list import (
     ONE_QUEUE,
     ActionQueue,
-    Around,
+    ChannelRules,
+    Communication,
+    InstructionWriter,
     Placement,
-    RankList,
     Ranks,
     ScheduledAction,
-    Wires,
 )
 from armillary.schedules.routes import owner_of, refuse_in_pipeline, refuse_in_ring, refuse_on_one_device
 from armillary.schedules.schedule import Cell, Schedule
@@ -73,10 +73,10 @@ class ByWorker:
     def rotation(self, stage: int) -> int:
         return 1
 
-    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Around:
+    def around(self, clip: Clip | None, written: InstructionWriter, reduces: bool) -> Communication:
         if self._is_spread:
-            return Relay(self.schedule, self.workers, clip, written)
-        return Chain(self.schedule, self.workers, clip, written, reduces)
+            return RingLowering(self.schedule, self.workers, clip, written)
+        return PipelineLowering(self.schedule, self.workers, clip, written, reduces)
 
     def refuse_late_norm(self, clip: Clip | None) -> None:
         if self._is_spread:
@@ -102,7 +102,7 @@ class Lowering:
         rank: whose list. ranks: by worker of the schedule.
         clip: with a norm over all stages, their squares travel.
         reduces: whether gradients are averaged over the ranks that hold the same stages, with data of their own.
-        wires: how letters travel.
+        wires: how messages travel.
 
     Raises:
         ValueError: a stage runs on several ranks, but they do not have one micro-batch each.
@@ -115,11 +115,11 @@ class Lowering:
         ranks: Ranks,
         clip: Clip | None = None,
         reduces: bool = False,
-        wires: Wires = ONE_QUEUE,
+        wires: ChannelRules = ONE_QUEUE,
     ) -> None:
         self.schedule, self.rank, self.steps = schedule, rank, 0
         self._where = placed(schedule, ranks)
-        self._written = RankList(rank, wires)
+        self._written = InstructionWriter(rank, wires)
         self._around = self._where.around(clip, self._written, reduces)
         self.is_lent = wires.lends and any(len(self._where.ranks(stage)) > 1 for stage in range(schedule.stages))
         self._queue = ActionQueue(schedule, range(schedule.workers))

@@ -27,7 +27,7 @@ from armillary.schedules.corrections.correction import Correction, build_correct
 from armillary.schedules.edges import Codes, Edge, codes_of, refuse_edges
 from armillary.schedules.instructions import Instruction
 from armillary.schedules.lowering import Lowering, placed
-from armillary.schedules.rank_list import Placement, Ranks, Residency, Ties, Wires
+from armillary.schedules.rank_list import ChannelRules, Placement, Ranks, Residency, Ties
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
@@ -195,10 +195,10 @@ class ScheduleOptions:
 
     def wires(
         self, one_queue: bool = True, buffered: Collection[int] = (), ties: Ties = NO_TIES, codes: Codes | None = None
-    ) -> Wires:
-        """How letters travel under it, and what is written around its actions."""
+    ) -> ChannelRules:
+        """How messages travel under it, and what is written around its actions."""
         found = codes_of(self.edges) if codes is None else codes
-        return Wires(
+        return ChannelRules(
             one_queue,
             found,
             self.method.residency.lends_weights,

@@ -1,15 +1,15 @@
-"""One rank's list of instructions as it is written: which letters it needs room for, has sent, and may let go.
+"""One rank's list of instructions as it is written: which messages it needs room for, has sent, and may let go.
 
 Note [Early room]. Nothing moves before there is room for it, so room is made before the sender's place in the order:
-then a letter can move while its receiver computes, however far the sender is ahead. Where both directions of a pair are
+then a message can move while its receiver computes, however far ahead the sender is. Where both ways of a pair are
 one queue (NCCL), up to the message before it. Where each has a lane of its own (gloo), as early as it is certain: what
 goes up at the beginning of the call, a gradient when its own forward is done.
 
-A letter is waited for (`OVER`) when it has certainly arrived: an activation when its gradient has come back, others
+A message is waited for (`WAIT_SEND`) when it has certainly arrived: an activation when its gradient has come, others
 some actions after the one that needed them, by the clock. At the latest before that of the next step leaves: weights
 and sums are as large as a stage, so one of each is on its way at a time, however seldom a rank acts.
 
-Where room is short neither holds: what is on its way takes memory on both sides. Room is made where a letter leaves,
+Where room is short neither holds: what is on its way takes memory on both sides. Room is made where a message leaves,
 and the sender lets go of it with its first action after the one that needed it.
 
 Beside it: the actions that are still to be done (`ActionQueue`). Steps overlap: some of a step's backwards come after
@@ -27,26 +27,26 @@ from typing import NamedTuple, Protocol
 
 from armillary.schedules.clipping import Clip
 from armillary.schedules.edges import Codes
-from armillary.schedules.instructions import Instruction, Letter
+from armillary.schedules.instructions import Instruction, StageMessage
 from armillary.schedules.schedule import Cell, Kind, Schedule
 
 __all__ = [
     "ONE_QUEUE",
     "ActionQueue",
-    "Around",
+    "ChannelRules",
+    "Communication",
+    "InstructionWriter",
     "Placement",
-    "RankList",
     "Ranks",
     "Residency",
     "ScheduledAction",
     "Ties",
-    "Wires",
-    "WorkersList",
+    "WorkerWriter",
 ]
 
 Ties = Mapping[int, int]  # by stage that holds copies of parameters, the stage that owns them
 
-PATIENCE = 4  # actions of a rank between what needed a letter of its and the wait for it
+PATIENCE = 4  # actions of a rank between what needed a message of its and the wait for it
 
 
 class Residency(NamedTuple):
@@ -59,8 +59,8 @@ class Residency(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wires:
-    """How letters travel, and what else is written around the actions of a schedule.
+class ChannelRules:
+    """How messages travel, and what else is written around the actions of a schedule.
 
     Args:
         one_queue: whether both directions of a pair share one; see Note [Early room].
@@ -79,14 +79,15 @@ class Wires:
     residency: Mapping[int, Residency] = field(default_factory=dict)
 
 
-ONE_QUEUE = Wires()
+ONE_QUEUE = ChannelRules()
 
 
-class RankList:
-    def __init__(self, rank: int, wires: Wires) -> None:
+class InstructionWriter:
+    def __init__(self, rank: int, wires: ChannelRules) -> None:
         self.rank, self.wires = rank, wires
         self._list: list[Instruction] = []
-        self._needed: deque[list[Instruction]] = deque([[]])  # OVER, since this rank's last action, the one before ...
+        # Of WAIT_SEND: since this rank's last action, since the one before ...
+        self._needed: deque[list[Instruction]] = deque([[]])
 
     def begin(self) -> None:
         """An action of this rank comes next."""
@@ -108,31 +109,31 @@ class RankList:
         if apart is not None and due.kind == "F":
             self._list.append(one._replace(op=apart.after_forward))
 
-    def over(self, letter: Letter, peer: int, tick: int) -> None:
-        """This rank waits for a letter of its own, now."""
-        self._list.append(_of_letter("OVER", tick, letter, peer))
+    def over(self, message: StageMessage, peer: int, tick: int) -> None:
+        """This rank waits for a message of its own, now."""
+        self._list.append(_of_message("WAIT_SEND", tick, message, peer))
 
-    def passes(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
-        """A letter is there; it leaves if somebody else reads it."""
+    def passes(self, message: StageMessage, sender: int, receiver: int, tick: int) -> None:
+        """A message is there; it leaves if somebody else reads it."""
         if sender != receiver and self.rank in (sender, receiver):
             if self.rank == sender:
-                self._see_over_those_before(letter, receiver)
-            op = "SEND" if self.rank == sender else "RECEIVE"
+                self._see_over_those_before(message, receiver)
+            op = "SEND" if self.rank == sender else "RECV"
             peer = receiver if self.rank == sender else sender
-            code = self.wires.codes.get((letter.what, letter.stage))
-            self._list.append(_of_letter(op, tick, letter, peer)._replace(code=code))
+            code = self.wires.codes.get((message.what, message.stage))
+            self._list.append(_of_message(op, tick, message, peer)._replace(code=code))
 
-    def _see_over_those_before(self, letter: Letter, peer: int) -> None:
+    def _see_over_those_before(self, message: StageMessage, peer: int) -> None:
         """Letters of this edge of earlier steps, which were needed."""
         for needed in self._needed:
-            before = [one for one in needed if one.peer == peer and _is_before(one.letter, letter)]
+            before = [one for one in needed if one.peer == peer and _is_before(one.message, message)]
             self._list += before
             needed[:] = [one for one in needed if one not in before]
 
-    def reads(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
-        """An action needs a letter: whoever sent it knows that it has arrived."""
+    def reads(self, message: StageMessage, sender: int, receiver: int, tick: int) -> None:
+        """An action needs a message: whoever sent it knows that it has arrived."""
         if sender != receiver and self.rank == sender:
-            self._needed[0].append(_of_letter("OVER", tick, letter, receiver))
+            self._needed[0].append(_of_message("WAIT_SEND", tick, message, receiver))
 
     def see_all_over(self) -> None:
         """Everything sent so far is waited for."""
@@ -146,20 +147,22 @@ class RankList:
         return taken if self.wires.lends else _with_early_room(taken, self.wires.one_queue)
 
 
-def _is_before(other: Letter | None, letter: Letter) -> bool:
+def _is_before(other: StageMessage | None, message: StageMessage) -> bool:
     """Whether it goes by the same edge, for an earlier step."""
-    return other is not None and (other.what, other.stage) == (letter.what, letter.stage) and other.step < letter.step
+    return (
+        other is not None and (other.what, other.stage) == (message.what, message.stage) and other.step < message.step
+    )
 
 
-def _of_letter(op: str, tick: int, letter: Letter, peer: int) -> Instruction:
-    return Instruction(op, tick, letter.step, letter.micro_batch, letter.stage, letter, peer)
+def _of_message(op: str, tick: int, message: StageMessage, peer: int) -> Instruction:
+    return Instruction(op, tick, message.step, message.micro_batch, message.stage, message, peer)
 
 
 def _with_early_room(instructions: Iterable[Instruction], one_queue: bool) -> list[Instruction]:
     """See Note [Early room]."""
     found: list[Instruction] = []
     for one in instructions:
-        if one.op != "RECEIVE":
+        if one.op != "RECV":
             found.append(one)
             continue
         before = (at for at in reversed(range(len(found))) if _comes_before(found[at], one, one_queue))
@@ -168,9 +171,9 @@ def _with_early_room(instructions: Iterable[Instruction], one_queue: bool) -> li
 
 
 def _comes_before(other: Instruction, receive: Instruction, one_queue: bool) -> bool:
-    if other.peer == receive.peer and (other.op == "RECEIVE" or (other.op == "SEND" and one_queue)):
+    if other.peer == receive.peer and (other.op == "RECV" or (other.op == "SEND" and one_queue)):
         return True
-    is_gradient = receive.letter is not None and receive.letter.what == "activation gradient"
+    is_gradient = receive.message is not None and receive.message.what == "activation gradient"
     return is_gradient and other.op == "F" and other.place == (receive.step, receive.micro_batch, receive.stage - 1)
 
 
@@ -227,13 +230,13 @@ class ActionQueue:
             yield heapq.heappop(self._waiting)
 
 
-class WorkersList:
+class WorkerWriter:
     """
     Args:
         ranks: by worker of the schedule.
     """
 
-    def __init__(self, ranks: Sequence[int], written: RankList) -> None:
+    def __init__(self, ranks: Sequence[int], written: InstructionWriter) -> None:
         self._ranks, self._written = ranks, written
 
     def is_here(self, worker: int) -> bool:
@@ -244,18 +247,18 @@ class WorkersList:
         if self.is_here(worker):
             self._written.add(instruction)
 
-    def takes(self, op: str, worker: int, tick: int, letter: Letter, sender: int) -> None:
-        """Something with a letter that has come."""
-        place = letter.step, letter.micro_batch, letter.stage
-        self.does(worker, Instruction(op, tick, *place, letter, self._ranks[sender]))
-        self._written.reads(letter, self._ranks[sender], self._ranks[worker], tick)
+    def takes(self, op: str, worker: int, tick: int, message: StageMessage, sender: int) -> None:
+        """Something with a message that has come."""
+        place = message.step, message.micro_batch, message.stage
+        self.does(worker, Instruction(op, tick, *place, message, self._ranks[sender]))
+        self._written.reads(message, self._ranks[sender], self._ranks[worker], tick)
 
-    def passes(self, letter: Letter, sender: int, receiver: int, tick: int) -> None:
-        self._written.passes(letter, self._ranks[sender], self._ranks[receiver], tick)
+    def passes(self, message: StageMessage, sender: int, receiver: int, tick: int) -> None:
+        self._written.passes(message, self._ranks[sender], self._ranks[receiver], tick)
 
 
-class Around(Protocol):
-    """What one rank does around actions: letters, sums, optimizer steps. Told of every action, in the one order."""
+class Communication(Protocol):
+    """What one rank does around actions: messages, sums, optimizer steps. Told of every action, in the one order."""
 
     @property
     def owned(self) -> frozenset[int]:
@@ -303,7 +306,7 @@ class Placement(Protocol):
     def rotation(self, stage: int) -> int:
         """After how many steps the micro-batches of a step meet the same ranks again."""
 
-    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Around:
+    def around(self, clip: Clip | None, written: InstructionWriter, reduces: bool) -> Communication:
         """
         Args:
             written: the list of the rank in question.

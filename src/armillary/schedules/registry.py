@@ -27,7 +27,7 @@ def owns_loop(choice: Choice) -> bool:
 
 
 def has_clock(choice: Choice) -> bool:
-    """Whether ranks take their steps together under it, so that it is recorded how long a letter is under way.
+    """Whether ranks take their steps together under it, so that it is recorded how long a message is under way.
 
     Raises:
         ValueError: no such schedule.

@@ -27,14 +27,14 @@ from armillary.schedules.clipping import Clip
 from armillary.schedules.costs import Planned, peak_over_workers
 from armillary.schedules.cyclic import cyclic
 from armillary.schedules.cyclic_pipeline import cyclic_pipeline
-from armillary.schedules.lower_shared_stages import Turns
+from armillary.schedules.lower_shared_stages import SharedStagesLowering
 from armillary.schedules.method import Method, OptionRules, Options, Placing, ScheduleOptions
-from armillary.schedules.rank_list import RankList
+from armillary.schedules.rank_list import InstructionWriter
 from armillary.schedules.registry import SCHEDULES
 from armillary.schedules.routes import refuse_on_one_device
 from armillary.schedules.schedule import Action, Cell, Row, Schedule, lines_of
 
-__all__ = ["Sharing", "devices_for", "workers_on"]
+__all__ = ["SharedPlacement", "devices_for", "workers_on"]
 
 SHOWN_STEPS = 2
 
@@ -61,7 +61,7 @@ def workers_on(devices: int) -> int:
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharedPlacement:
     """
     Args:
         schedule: `cyclic(N, slack=...)`; its rows are micro-batches, which here have no device of their own.
@@ -137,9 +137,9 @@ class Sharing:
         count = len(self.ranks(stage))
         return count // gcd(count, self.schedule.workers)
 
-    def around(self, clip: Clip | None, written: RankList, reduces: bool) -> Turns:
+    def around(self, clip: Clip | None, written: InstructionWriter, reduces: bool) -> SharedStagesLowering:
         """Everything crosses, and there is one replica."""
-        return Turns(self, clip, written)
+        return SharedStagesLowering(self, clip, written)
 
     def refuse_late_norm(self, clip: Clip | None) -> None:
         """Between ranks no tick is lost: an owner may know the norm as early as one device would."""
@@ -161,7 +161,7 @@ class Sharing:
     def older(self, stage: int) -> int:
         """One on every device, where an older version is read; a copy of new weights waits for its reader there, too.
 
-        Where all weights are a step old, letters wait longer: up to a sixth more was alive (N = 3, slack 3).
+        Where all weights are a step old, messages wait longer: up to a sixth more was alive (N = 3, slack 3).
         """
         return len(self.ranks(stage)) * any(ages[stage] for ages in self.schedule.staleness)
 
@@ -215,7 +215,7 @@ def _stagger(stages: Sequence[float]) -> float:
 def _notes(planned: Planned) -> list[str]:
     """Beside the N^2 devices it is half of, and the pipeline, which wants N."""
     options, stages = planned.options, planned.stages
-    count, sharing = options.stages, Sharing(planned.schedule)
+    count, sharing = options.stages, SharedPlacement(planned.schedule)
     if count == 1:
         return []
     flops = [float(stage.flops) for stage in stages]
@@ -249,7 +249,7 @@ SCHEDULES.register(
             follows=("micro_batches",),
         ),
         examples=({"workers": 3}, {"workers": 6, "slack": 1}),
-        placement=Placing(of=Sharing),
+        placement=Placing(of=SharedPlacement),
         notes=_notes,
     ),
 )

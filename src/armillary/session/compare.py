@@ -197,7 +197,7 @@ def _refuse_other_plan(folder: Path, plan: Plan, trace: Trace, summary: _Summary
         )
     if not has_clock(plan.schedule):
         raise ValueError(
-            f"compare: under schedule {plan.schedule.name} nobody measures how long letters are under way; "
+            f"compare: under schedule {plan.schedule.name} nobody measures how long messages are under way; "
             "run.report() and the end of armillary train show the bytes, and how stale updates were"
         )
     known, edges = {*planned, *plan.parameters}, EdgeLabels(plan)

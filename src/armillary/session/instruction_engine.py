@@ -28,7 +28,7 @@ from armillary.session.workload import Batch, device_of
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.optimizer_step import refuse_gradients
 from armillary.stages.partition import ties_of
-from armillary.stages.train_spec import Seat, StepLosses, side_by_side
+from armillary.stages.train_spec import StageContext, StepLosses, side_by_side
 from armillary.transport.scopes import Pending
 from armillary.transport.transport import Transport
 
@@ -120,7 +120,7 @@ class InterpretedEngine:
             seat = side_by_side(schedule, replicas)
         else:
             one_queue = device_of(parts.job.model).type != "cpu"  # gloo has a lane for each direction, NCCL none
-            seat = Seat(place.rank, ranks_of(parts), parts.channel, replicas, one_queue)
+            seat = StageContext(place.rank, ranks_of(parts), parts.channel, replicas, one_queue)
         self.runtime = Interpreter(parts.stages, parts.job.optimizer, parts.spec, seat)
         self.settle, self.drain = self.runtime.settle, self.runtime.drain
         where = placed(schedule, seat.ranks)

@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MeasuredEdge:
-    """Of one edge. seconds: by step, added up over its letters. sent_bytes: per worker, of the median step."""
+    """Of one edge. seconds: by step, added up over its messages. sent_bytes: per worker, of the median step."""
 
     seconds: dict[str, float]
     sent_bytes: float
@@ -78,29 +78,29 @@ def measured_edges(trace: Trace, plan: Plan) -> dict[str, MeasuredEdge]:
     seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     sent: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for pipeline in pipelines:
-        for (edge, at), letter in _letters(edges, (trace.ranks[rank] for rank in pipeline)).items():
+        for (edge, at), message in _messages(edges, (trace.ranks[rank] for rank in pipeline)).items():
             step = at.split(",")[0]
-            seconds[edge][step] += letter.seconds / len(pipelines)
-            sent[edge][step] += letter.sent_bytes / plan.workers
+            seconds[edge][step] += message.seconds / len(pipelines)
+            sent[edge][step] += message.sent_bytes / plan.workers
     return {edge: MeasuredEdge(dict(spent), median(sent[edge].values())) for edge, spent in seconds.items()}
 
 
 def _pipelines(plan: Plan) -> Sequence[Sequence[int]]:
-    """Ranks that exchange letters: of one replica, or all where each holds the whole model."""
+    """Ranks that exchange messages: of one replica, or all where each holds the whole model."""
     everybody = list(range(plan.workers))
     pipelines = {tuple(plan.mesh.sharing_data(rank)) for rank in everybody}
     workers = options_of(plan).schedule().workers
     return sorted(pipelines) if all(len(pipeline) == workers for pipeline in pipelines) else [everybody]
 
 
-def _letters(edges: EdgeLabels, ranks: Iterable[Sequence[Record]]) -> dict[tuple[str, str], _Letter]:
+def _messages(edges: EdgeLabels, ranks: Iterable[Sequence[Record]]) -> dict[tuple[str, str], _Letter]:
     """By edge and which of it; those of which the trace has both sides."""
     found: defaultdict[tuple[str, str], _Letter] = defaultdict(_Letter)
     for records in ranks:
         for one in records:
             if one.at and (edge := edges.edge_of(one.group)):
                 found[edge, one.at].take(one)
-    return {key: letter for key, letter in found.items() if len(letter.ends) > 1}
+    return {key: message for key, message in found.items() if len(message.ends) > 1}
 
 
 @dataclass(frozen=True)

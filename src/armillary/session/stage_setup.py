@@ -34,7 +34,7 @@ from armillary.stages.partition import Stage, ties_of
 from armillary.stages.stage_sums import StageReplicas
 from armillary.stages.stages import TracedInput, Whole, refuse_other_groups, refuse_ties, stages_of, whole_stage
 from armillary.stages.train_spec import StepLosses, TrainSpec
-from armillary.stages.weights import Borrowed
+from armillary.stages.weights import UnshardedStage
 from armillary.transport.groups import data_place
 from armillary.transport.point_to_point import CountedChannel
 from armillary.transport.transport import Transport
@@ -289,7 +289,7 @@ class LentStages:
         self,
         model: nn.Module,
         stages: Sequence[Stage],
-        borrowed: Mapping[int, Borrowed],
+        borrowed: Mapping[int, UnshardedStage],
         spread: Callable[[Tensor, int], None],
     ) -> None:
         self._stages, self._borrowed, self._spread = stages, borrowed, spread

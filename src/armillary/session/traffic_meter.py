@@ -160,7 +160,7 @@ def way_of(plan: Plan, group: Group) -> str:
 
 
 class EdgeLabels:
-    """Of a plan's schedule; `Letter.edge` is the name of one."""
+    """Of a plan's schedule; `StageMessage.edge` is the name of one."""
 
     def __init__(self, plan: Plan) -> None:
         first = {group.stage: group.name for group in reversed(plan.groups)}
@@ -169,7 +169,7 @@ class EdgeLabels:
         self._groups = {group.name for group in plan.groups}
 
     def edge_of(self, label: str) -> str | None:
-        """None: of no edge. Forms, which the first letter of an edge brings along, are of none."""
+        """None: of no edge. Forms, which the first message of an edge brings along, are of none."""
         found = _EDGE.fullmatch(label)
         return found["edge"] if found else None
 

@@ -1,6 +1,6 @@
-"""Coded edges between stages: letters in codes, and what both sides remember of a sample.
+"""Coded edges between stages: messages in codes, and what both sides remember of a sample.
 
-How the letters of a coded edge are written: numbers to codes on one side, and back on the other.
+How the messages of a coded edge are written: numbers to codes on one side, and back on the other.
 
 Which tensors of an activation are coded its form says (`schedules/edges.py` has the rule); those of its gradient are
 the
@@ -36,7 +36,7 @@ from armillary.codecs.edges import at_places, guarded
 from armillary.codecs.packing import as_bytes, from_bytes, packed, unpacked
 from armillary.codecs.registry import Codec, Draw
 from armillary.schedules.edges import IN_MEMORY_BYTES, EdgeCode, draw_of, is_codable
-from armillary.schedules.instructions import Letter
+from armillary.schedules.instructions import StageMessage
 from armillary.schedules.schedule import Cell
 from armillary.transport.agreement import checksum
 from armillary.transport.point_to_point import Form, Room, TensorForm, form_of
@@ -198,7 +198,7 @@ class Crossed:
 
 
 class _Leaf(NamedTuple):
-    """A tensor of a letter: its number among the leaves, what its form says, whether it is coded in this step."""
+    """A tensor of a message: its number among the leaves, what its form says, whether it is coded in this step."""
 
     number: int
     form: TensorForm
@@ -213,11 +213,11 @@ class _Leaf(NamedTuple):
 class CodedLetter:
     """
     Args:
-        passed_on: leaves that another stage made; known where the letter is sent.
+        passed_on: leaves that another stage made; known where the message is sent.
     """
 
     code: EdgeCode
-    letter: Letter
+    message: StageMessage
     crossed: Crossed
     passed_on: frozenset[int] = frozenset()
 
@@ -250,7 +250,7 @@ class CodedLetter:
         pairs = [pair for pair in zip(leaves, written, strict=True) if pair[0].form.is_coded]
         sent = Counter(self._is_in_code(*pair) for pair in pairs)
         for is_coded, count in sent.items():
-            self.crossed.counted[self.letter.what, self.letter.stage, is_coded] += count
+            self.crossed.counted[self.message.what, self.message.stage, is_coded] += count
         self._note(form, self._arrived(form, written) if self.code.leads else tensors)
         return written
 
@@ -265,20 +265,20 @@ class CodedLetter:
 
     @property
     def _is_back(self) -> bool:
-        return self.letter.what == BACK
+        return self.message.what == BACK
 
     @property
     def _edge(self) -> int:
         """The stage below it."""
-        return self.letter.stage - self._is_back
+        return self.message.stage - self._is_back
 
     @property
     def _made(self) -> Cell:
         """Where the activation was made."""
-        return self.letter.step, self.letter.micro_batch, self._edge
+        return self.message.step, self.message.micro_batch, self._edge
 
     def _leaves(self, form: Form) -> list[_Leaf]:
-        is_on = self.letter.step >= self.code.warm_up
+        is_on = self.message.step >= self.code.warm_up
         found = [(number, leaf) for number, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm)]
         return [_Leaf(number, leaf, leaf.is_coded and is_on) for number, leaf in found]
 
@@ -289,7 +289,7 @@ class CodedLetter:
         return guarded(at_places(unpacked(kept, leaf.elements, 1).bool()))
 
     def _draw(self, leaf: _Leaf) -> torch.Generator | None:
-        step, micro_batch, stage = self.letter.step, self.crossed.first + self.letter.micro_batch, self.letter.stage
+        step, micro_batch, stage = self.message.step, self.crossed.first + self.message.micro_batch, self.message.stage
         place, stages = (step, micro_batch, stage), self.crossed.stages
         return draw_of(self.code.codec, self.crossed.seed, place, leaf.number, stages, self._is_back)
 
@@ -305,7 +305,7 @@ class CodedLetter:
     def _encoded(self, leaf: _Leaf, tensor: Tensor) -> Tensor:
         if not self.code.cache_bytes:
             return self._codec(leaf).encode(tensor.reshape(-1), self._draw(leaf))
-        keys = self.crossed.samples[self.letter.step, self.letter.micro_batch]
+        keys = self.crossed.samples[self.message.step, self.message.micro_batch]
         return self._memory(leaf, is_sending=True).write(tensor, keys, self.code.codec, self._draw(leaf))
 
     def _is_in_code(self, leaf: _Leaf, written: Tensor) -> bool:
@@ -315,9 +315,9 @@ class CodedLetter:
         return self._memory(leaf, is_sending=True).met(written, leaf.form.shape[0]) > 0
 
     def _memory(self, leaf: _Leaf, is_sending: bool) -> SampleMemory:
-        place = (self.letter.stage, leaf.number, is_sending)
+        place = (self.message.stage, leaf.number, is_sending)
         if place not in self.crossed.memories:
-            self.crossed.memories[place] = SampleMemory(f"edge of stage {self.letter.stage}", self.code.cache_bytes)
+            self.crossed.memories[place] = SampleMemory(f"edge of stage {self.message.stage}", self.code.cache_bytes)
         return self.crossed.memories[place]
 
     def _decoded(self, leaf: _Leaf, code: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Carries out one rank's list of instructions: forwards and backwards of the stages here, letters, optimizer steps.
+"""Carries out one rank's list of instructions: forwards and backwards of the stages here, messages, optimizer steps.
 
 Schedules differ in where a value comes from and where a gradient goes, and that stands in the list. A value that is
-made here and read here waits in memory; one for another rank leaves by a letter. There is no clock: instructions are
+made here and read here waits in memory; one for another rank leaves by a message. There is no clock: instructions are
 carried out in the order of the list, and each waits only for what it needs.
 
 Where several ranks run a stage, one of them owns it: the user's optimizer steps the parameters of a stage on its owner
@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_flatten
 
 from armillary.models.split_loss import Autocast, device_type_of, without_autocast
 from armillary.schedules.edges import remembering, sample_keys
-from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, Letter, operation
+from armillary.schedules.instructions import NO_MICRO_BATCH, Instruction, StageMessage, operation
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.random_streams import RandomStream
-from armillary.schedules.rank_list import Wires
+from armillary.schedules.rank_list import ChannelRules
 from armillary.schedules.schedule import Cell
 from armillary.stages.edge_codes import CodedLetter, Crossed
 from armillary.stages.optimizer_step import CorrectedStep, Updates, forget_others, options_of, refuse_gradients
@@ -42,8 +42,8 @@ from armillary.stages.stage_pass import (
     forward_stage,
 )
 from armillary.stages.stage_sums import StageSums, shared_gradients
-from armillary.stages.train_spec import LossBook, NextForwards, Seat, StepLosses, TrainSpec, side_by_side
-from armillary.stages.weights import Borrowed, LentBytes, StageWeights
+from armillary.stages.train_spec import LossBook, NextForwards, StageContext, StepLosses, TrainSpec, side_by_side
+from armillary.stages.weights import LentBytes, StageWeights, UnshardedStage
 from armillary.transport.point_to_point import AS_IT_IS, Mailbox, Writing
 
 __all__ = ["Interpreter"]
@@ -69,7 +69,7 @@ class Interpreter:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], optimizer: Optimizer, spec: TrainSpec, seat: Seat | None = None
+        self, stages: Sequence[Stage], optimizer: Optimizer, spec: TrainSpec, seat: StageContext | None = None
     ) -> None:
         schedule, seat = spec.schedule, seat or side_by_side(spec.schedule)
         if len(stages) != schedule.stages:
@@ -84,7 +84,7 @@ class Interpreter:
         shared = shared_gradients(ties_of(stages))
         owners = {copy: one.owner for copy, one in shared.items()}
         buffered = [stage.index for stage in stages if any(True for _ in stage.module.buffers())]
-        wires = Wires(seat.one_queue, spec.codes, spec.lends, buffered, owners, spec.residency)
+        wires = ChannelRules(seat.one_queue, spec.codes, spec.lends, buffered, owners, spec.residency)
         reduces = seat.replicas.reduces
         self._lowering = Lowering(schedule, seat.rank, seat.ranks, clip, reduces, wires)
         self.micro_batches = list(where.handed_in(seat.rank))
@@ -92,7 +92,7 @@ class Interpreter:
         self._reducers = {j: seat.replicas.reducer(j, self._is_late(j)) for j in self._stages if seat.replicas.reduces}
         self._means = {j: self._means_of(stage) for j, stage in self._stages.items()}
         self.is_lent = self._lowering.is_lent  # some rank borrows weights; all of them know
-        self.borrowed = {j: Borrowed(self._stages[j]) for j in self._lowering.borrowed}
+        self.borrowed = {j: UnshardedStage(self._stages[j]) for j in self._lowering.borrowed}
         self._weights = {j: self._versions_of(stage) for j, stage in self._stages.items() if j not in self.borrowed}
         self._kept = dict.fromkeys(self._lowering.lends, 0)  # the oldest version that other ranks may still get
         flat = {j: self.borrowed[j].flat if j in self.borrowed else self._weights[j].flat for j in self._stages}
@@ -110,28 +110,28 @@ class Interpreter:
         self._remembering = remembering(spec.codes, self._stages)
         self._autocasts: dict[int, Autocast] = {}  # by step
         self._next = NextForwards(where, seat.rank, self._stages, self.micro_batches)
-        self._values: dict[Letter, Value] = {}  # made or handed in here, still to be read or sent
+        self._values: dict[StageMessage, Value] = {}  # made or handed in here, still to be read or sent
         self._learning = {schedule.stages - 1, *spec.objectives} & {*self._stages}  # from a loss
         self._targets: dict[Cell, Any] = {}
         self.activations: dict[Cell, StageActivation] = {}
         self._norm = torch.zeros(())  # squared, of the last step for which it is known here
         self._book = LossBook(len(self.micro_batches))
         self.lent_bytes = LentBytes(self.beside)
-        self._makes: Mapping[str, Callable[[Letter], Sequence[Any]]] = {  # letters of what is kept here
-            "partial gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
-            "gradient": lambda letter: self._sums[letter.stage].packed(letter.step),
-            "weights": lambda letter: self._weights[letter.stage].packed(letter.step),
+        self._makes: Mapping[str, Callable[[StageMessage], Sequence[Any]]] = {  # messages of what is kept here
+            "partial gradient": lambda message: self._sums[message.stage].packed(message.step),
+            "gradient": lambda message: self._sums[message.stage].packed(message.step),
+            "weights": lambda message: self._weights[message.stage].packed(message.step),
             "forward weights": self._to_lend,
             "backward weights": self._to_lend,
-            "norm": lambda letter: [self._norm],
-            "buffers": lambda letter: self._buffers[letter.stage].packed(),
-            "copy's gradient": lambda letter: self._sums[letter.stage].shared(letter),
-            "shared gradient": lambda letter: self._sums[owners[letter.stage]].shared(letter),
+            "norm": lambda message: [self._norm],
+            "buffers": lambda message: self._buffers[message.stage].packed(),
+            "copy's gradient": lambda message: self._sums[message.stage].shared(message),
+            "shared gradient": lambda message: self._sums[owners[message.stage]].shared(message),
         }
 
     def _versions_of(self, stage: Stage) -> StageWeights:
         step = CorrectedStep(self._optimizer, self.schedule, stage.index, self._spec.corrections)
-        if len(self._where.ranks(stage.index)) > 1:  # they lie in a letter's room, which no backward writes over
+        if len(self._where.ranks(stage.index)) > 1:  # they lie in a message's room, which no backward writes over
             return StageWeights(stage, step)
         return StageWeights(stage, step, self._means[stage.index].keep)
 
@@ -174,7 +174,7 @@ class Interpreter:
             if self._remembering:
                 self._crossed.samples[step, micro_batch] = sample_keys(value)
             if self._is_here((step, micro_batch, 0)):
-                self._values[Letter("activation", step, micro_batch, -1)] = detached(value)
+                self._values[StageMessage("activation", step, micro_batch, -1)] = detached(value)
             places = filter(self._is_here, ((step, micro_batch, j) for j in self._learning))
             self._targets.update(dict.fromkeys(places, target))
         return self._carry_out(self._lowering.next_step())
@@ -217,7 +217,7 @@ class Interpreter:
         value, self.activations[one.place] = forward_stage(
             self._stages[j],
             self._read(one, version),
-            self._taken(Letter("activation", step, micro_batch, j - 1)),
+            self._taken(StageMessage("activation", step, micro_batch, j - 1)),
             RandomStream(self._spec.seed, (step, self._first + micro_batch, j)),
             self._autocasts[step],
             loss=loss,
@@ -226,7 +226,7 @@ class Interpreter:
         if is_last:
             self._book.enter(step, micro_batch, value.leaves[0])
         else:
-            self._values[Letter("activation", *one.place)] = value
+            self._values[StageMessage("activation", *one.place)] = value
         self._next.begun(one.place)
         self._forget(j)
         self._spec.observe(one, version, self.activations.keys())
@@ -248,12 +248,14 @@ class Interpreter:
         self.lent_bytes.look()
         step, micro_batch, j = one.place
         flight, means = self.activations.pop(one.place), self._means[j]
-        came = None if j in self._learning else self._taken(Letter("activation gradient", step, micro_batch, j + 1))
+        came = (
+            None if j in self._learning else self._taken(StageMessage("activation gradient", step, micro_batch, j + 1))
+        )
         gradients = None if came is None else came.leaves
         means.expect(step, self.micro_batches.index(micro_batch))
         landed = flight.backward(gradients, means.add)
         if j and j - 1 not in self.schedule.uncoupled:
-            self._values[Letter("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
+            self._values[StageMessage("activation gradient", *one.place)] = Value(*tree_flatten(landed.value))
         found = means.complete(landed.beside)
         if j in self._weights:
             self._weights[j].landed(step, micro_batch)
@@ -272,8 +274,8 @@ class Interpreter:
         self._sums[one.stage].expect(one.step, partial(reducer.mean, one.step))
 
     def join(self, one: Instruction) -> None:
-        assert one.letter is not None
-        self._sums[one.stage].join(one.letter, self._taken(one.letter).leaves)
+        assert one.message is not None
+        self._sums[one.stage].join(one.message, self._taken(one.message).leaves)
 
     def update(self, one: Instruction) -> None:
         self._updates.complete(self._weights[one.stage], one.step, self._sums[one.stage].mean(one.step))
@@ -281,77 +283,77 @@ class Interpreter:
 
     def unshard(self, one: Instruction) -> None:
         """What comes stays, or is here for an action."""
-        assert one.letter is not None
-        came = self._taken(one.letter).leaves
+        assert one.message is not None
+        came = self._taken(one.message).leaves
         if one.stage in self.borrowed:
-            self.borrowed[one.stage].arrive(one.letter, came)
+            self.borrowed[one.stage].arrive(one.message, came)
         else:
             self._weights[one.stage].arrive(came)
             self._forget(one.stage)
 
     def reshard(self, one: Instruction) -> None:
-        if one.letter is not None:
-            self.borrowed[one.stage].let_go(one.letter)
+        if one.message is not None:
+            self.borrowed[one.stage].let_go(one.message)
         else:
             self._kept[one.stage] = one.step + 1
             self._forget(one.stage)
 
     def adopt(self, one: Instruction) -> None:
-        assert one.letter is not None
-        self._buffers[one.stage].adopt(self._taken(one.letter).leaves)
+        assert one.message is not None
+        self._buffers[one.stage].adopt(self._taken(one.message).leaves)
 
-    def _to_lend(self, letter: Letter) -> Sequence[Tensor]:
-        if letter.stage in self.borrowed:
-            return self.borrowed[letter.stage].flats_for(letter.what, letter.version)
-        return self._weights[letter.stage].packed(letter.version)
+    def _to_lend(self, message: StageMessage) -> Sequence[Tensor]:
+        if message.stage in self.borrowed:
+            return self.borrowed[message.stage].flats_for(message.what, message.version)
+        return self._weights[message.stage].packed(message.version)
 
     def add_norm(self, one: Instruction) -> None:
         """Of the stages above and this one; with the first stage's the norm of the step is known."""
         square = self._sums[one.stage].square(one.step)
         if one.stage < self.schedule.stages - 1:
-            above = self._taken(Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1))
+            above = self._taken(StageMessage("partial norm", one.step, NO_MICRO_BATCH, one.stage + 1))
             square = above.leaves[0] + square
         if one.stage > 0:
-            letter = Letter("partial norm", one.step, NO_MICRO_BATCH, one.stage)
-            self._values[letter] = Value(*tree_flatten([square.to(self._device)]))
+            message = StageMessage("partial norm", one.step, NO_MICRO_BATCH, one.stage)
+            self._values[message] = Value(*tree_flatten([square.to(self._device)]))
         else:
             self._know(one, square.to(self._device))
 
     def learn_norm(self, one: Instruction) -> None:
-        assert one.letter is not None
-        self._know(one, self._taken(one.letter).leaves[0])
+        assert one.message is not None
+        self._know(one, self._taken(one.message).leaves[0])
 
     def _know(self, one: Instruction, square: Tensor) -> None:
         self._updates.know(one.step, square)
         self._norm = square
 
     def send(self, one: Instruction) -> None:
-        assert one.letter is not None and self._mailbox is not None
-        make = self._makes.get(one.letter.what)
-        value = self._values.pop(one.letter) if make is None else Value(*tree_flatten(make(one.letter)))
-        self._mailbox.send(one.letter, one.peer, value.leaves, value.spec, self._writing(one, value.passed_on))
-        if one.stage == max(self._remembering, default=None) and one.letter.what == "activation":
-            del self._crossed.samples[one.letter.step, one.letter.micro_batch]
+        assert one.message is not None and self._mailbox is not None
+        make = self._makes.get(one.message.what)
+        value = self._values.pop(one.message) if make is None else Value(*tree_flatten(make(one.message)))
+        self._mailbox.send(one.message, one.peer, value.leaves, value.spec, self._writing(one, value.passed_on))
+        if one.stage == max(self._remembering, default=None) and one.message.what == "activation":
+            del self._crossed.samples[one.message.step, one.message.micro_batch]
 
     def expect(self, one: Instruction) -> None:
-        assert one.letter is not None and self._mailbox is not None
-        self._mailbox.expect(one.letter, one.peer, self._writing(one))
+        assert one.message is not None and self._mailbox is not None
+        self._mailbox.expect(one.message, one.peer, self._writing(one))
 
     def _writing(self, one: Instruction, passed_on: frozenset[int] = frozenset()) -> Writing:
-        """How the letter's tensors are written."""
-        assert one.letter is not None
-        return AS_IT_IS if one.code is None else CodedLetter(one.code, one.letter, self._crossed, passed_on)
+        """How the message's tensors are written."""
+        assert one.message is not None
+        return AS_IT_IS if one.code is None else CodedLetter(one.code, one.message, self._crossed, passed_on)
 
     def see_over(self, one: Instruction) -> None:
-        assert one.letter is not None and self._mailbox is not None
-        self._mailbox.over(one.letter)
+        assert one.message is not None and self._mailbox is not None
+        self._mailbox.over(one.message)
 
-    def _taken(self, letter: Letter) -> Value:
+    def _taken(self, message: StageMessage) -> Value:
         """What was made here or comes from elsewhere."""
-        if letter in self._values:
-            return self._values.pop(letter)
-        assert self._mailbox is not None, f"{letter} was never made"
-        return Value(*self._mailbox.take(letter))
+        if message in self._values:
+            return self._values.pop(message)
+        assert self._mailbox is not None, f"{message} was never made"
+        return Value(*self._mailbox.take(message))
 
     def _forget(self, j: int) -> None:
         """Drops the versions of a stage that no forward to come reads."""

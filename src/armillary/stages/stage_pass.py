@@ -31,15 +31,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from armillary.models.split_loss import Autocast
 from armillary.schedules.random_streams import RandomStream, plain, seeded
 from armillary.stages.partition import Found, Stage
-from armillary.stages.weights import Borrowing, Weights
+from armillary.stages.weights import UnshardedWeights, Weights
 
 __all__ = [
-    "Landed",
     "OwnLoss",
     "Reads",
     "SavedTensors",
     "StageActivation",
     "StageBuffers",
+    "StageGradients",
     "StageInputs",
     "Value",
     "detached",
@@ -220,7 +220,7 @@ class Reads:
 
     version: int
     weights: Weights
-    borrowed: Borrowing | None = None
+    borrowed: UnshardedWeights | None = None
     apart: SavedTensors | None = None
 
     def here(self) -> AbstractContextManager[Any]:
@@ -231,7 +231,7 @@ class Reads:
 
 
 @dataclass(frozen=True, eq=False)
-class Landed:
+class StageGradients:
     """What a backward leaves beside the gradients of weights: those of the value that came in; and all that may lie in
     the same memory as the weights', which are those of the value, and of the value that went out."""
 
@@ -254,7 +254,7 @@ class StageActivation:
     def version(self) -> int:
         return self.reads.version
 
-    def backward(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
+    def backward(self, gradients: Sequence[Tensor | None] | None, take: Take) -> StageGradients:
         """The backward pass; without `gradients` the output is a loss.
 
         Every weight's gradient is given to `take` as soon as backward has made it, so that those of a whole stage need
@@ -267,7 +267,7 @@ class StageActivation:
         """The stage has the weights that its forward read."""
         return self.stage.places.holding(self.reads.weights)
 
-    def _land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> Landed:
+    def _land(self, gradients: Sequence[Tensor | None] | None, take: Take) -> StageGradients:
         outputs = self.outputs if self.outputs is not None else self.again()
         weights = {name: weight for name, weight in self.reads.weights.items() if weight.requires_grad}
         inputs = {place: leaf for place, leaf in enumerate(self.inputs) if _asks(leaf)}
@@ -284,7 +284,7 @@ class StageActivation:
         value: Gradients = [None] * len(self.inputs)
         for place, leaf in inputs.items():
             value[place] = _taken_off(leaf)
-        return Landed(value, [*(value[place] for place in inputs), *into])
+        return StageGradients(value, [*(value[place] for place in inputs), *into])
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from armillary.exchanges.parcel import RankInfo
 from armillary.plans.requests import Scope
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.schedules.clipping import square_of_stage
-from armillary.schedules.instructions import Letter
+from armillary.schedules.instructions import StageMessage
 from armillary.stages.partition import Tie
 from armillary.stages.reducer import Flats, FlatStage, Means, Reducer
 from armillary.transport.scopes import Requests
@@ -138,13 +138,13 @@ class StageSums:
             found = self._coming.pop(step)()
             self._own[step] = {p: found[p] for p in self._flat.parameters if p in found}
 
-    def join(self, letter: Letter, came: Flats) -> None:
+    def join(self, message: StageMessage, came: Flats) -> None:
         """Gradients of another rank, or the sum of several, with what is here. Of what stages share: a copy's are
         added to those here, or their sum takes the place of the copy's here."""
-        step = letter.step
-        if letter.what in ("copy's gradient", "shared gradient"):
-            shared, own = self._shared[letter.stage], self._whole(step)
-            found = shared.added(own, came) if letter.what == "copy's gradient" else shared.replaced(own, came)
+        step = message.step
+        if message.what in ("copy's gradient", "shared gradient"):
+            shared, own = self._shared[message.stage], self._whole(step)
+            found = shared.added(own, came) if message.what == "copy's gradient" else shared.replaced(own, came)
             self._own[step] = {p: found[p] for p in self._flat.parameters if p in found}
             return
         if step in self._own:
@@ -161,9 +161,9 @@ class StageSums:
         own = self._own.pop(step)
         return self._flat.pack_gradients([own.get(parameter) for parameter in self._flat.parameters])
 
-    def shared(self, letter: Letter) -> Flats:
+    def shared(self, message: StageMessage) -> Flats:
         """What is here of the parameters that another stage shares."""
-        return self._shared[letter.stage].packed(self._whole(letter.step))
+        return self._shared[message.stage].packed(self._whole(message.step))
 
     def _whole(self, step: int) -> Means:
         """This rank's, when all is here."""

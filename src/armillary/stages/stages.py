@@ -89,7 +89,7 @@ def _from_arguments(stage: Stage) -> Stage:
 def _refuse_what_cannot_cross(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:
     """
     Raises:
-        ValueError: a stage hands on what no letter can carry.
+        ValueError: a stage hands on what no message can carry.
     """
     with untouched(model), torch.no_grad():
         for stage in stages[:-1]:

@@ -24,11 +24,20 @@ from armillary.schedules.schedule import Cell, Schedule
 from armillary.stages.stage_sums import StageReplicas, alone
 from armillary.transport.scopes import Channel
 
-__all__ = ["LossBook", "NextForwards", "Observer", "Seat", "StepLosses", "TrainSpec", "in_a_row", "side_by_side"]
+__all__ = [
+    "LossBook",
+    "NextForwards",
+    "Observer",
+    "StageContext",
+    "StepLosses",
+    "TrainSpec",
+    "in_a_row",
+    "side_by_side",
+]
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class StageContext:
     """
     Args:
         ranks: by worker of the schedule, or which of them runs what.
@@ -44,15 +53,15 @@ class Seat:
     one_queue: bool = False
 
 
-def in_a_row(schedule: Schedule, rank: int, channel: Channel, one_queue: bool = False) -> Seat:
+def in_a_row(schedule: Schedule, rank: int, channel: Channel, one_queue: bool = False) -> StageContext:
     """A worker of the schedule a rank."""
-    return Seat(rank, range(schedule.workers), channel, one_queue=one_queue)
+    return StageContext(rank, range(schedule.workers), channel, one_queue=one_queue)
 
 
-def side_by_side(schedule: Schedule, replicas: StageReplicas | None = None) -> Seat:
+def side_by_side(schedule: Schedule, replicas: StageReplicas | None = None) -> StageContext:
     """All workers of the schedule in this process; its replicas do the same with data of their own."""
     replicas = replicas or alone()
-    return Seat(replicas.place.rank, [replicas.place.rank] * schedule.workers, replicas=replicas)
+    return StageContext(replicas.place.rank, [replicas.place.rank] * schedule.workers, replicas=replicas)
 
 
 class NextForwards:

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from armillary.schedules.instructions import Letter
+from armillary.schedules.instructions import StageMessage
 from armillary.stages.optimizer_step import CorrectedStep, Options
 from armillary.stages.partition import Stage
 from armillary.stages.reducer import Flats, FlatStage, Means
 
-__all__ = ["Borrowed", "Borrowing", "LentBytes", "StageWeights", "Weights"]
+__all__ = ["LentBytes", "StageWeights", "UnshardedStage", "UnshardedWeights", "Weights"]
 
 Weights = Mapping[str, Tensor]  # by the stage's own parameter names
 
@@ -146,7 +146,7 @@ class StageWeights:
         return {name: p.data.requires_grad_(p.requires_grad) for name, p in self._parameters.items()}
 
 
-class Borrowed:
+class UnshardedStage:
     """Of one stage. Parameters that are not trained are everybody's own."""
 
     def __init__(self, stage: Stage) -> None:
@@ -161,18 +161,18 @@ class Borrowed:
         for parameter in self.flat.parameters:
             parameter.data = _blank(parameter)
 
-    def arrive(self, letter: Letter, flats: Flats) -> None:
-        self._here[letter.what, letter.version] = flats
+    def arrive(self, message: StageMessage, flats: Flats) -> None:
+        self._here[message.what, message.version] = flats
 
-    def let_go(self, letter: Letter) -> None:
-        del self._here[letter.what, letter.version]
+    def let_go(self, message: StageMessage) -> None:
+        del self._here[message.what, message.version]
 
-    def read(self, version: int) -> "Borrowing":
+    def read(self, version: int) -> "UnshardedWeights":
         """For a forward and its backward."""
         leaves = {
             name: _blank(p).requires_grad_() if p.requires_grad else p.data for name, p in self._parameters.items()
         }
-        return Borrowing(leaves, self, version)
+        return UnshardedWeights(leaves, self, version)
 
     def flats_for(self, what: str, version: int) -> Flats:
         """
@@ -200,13 +200,13 @@ class _Spot(NamedTuple):
     offset: int
 
 
-class Borrowing:
+class UnshardedWeights:
     """What one micro-batch reads of it: `here` once around its forward, once around its backward.
 
     weights: leaves, by the stage's own names.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], borrowed: Borrowed, version: int) -> None:
+    def __init__(self, leaves: Mapping[str, Tensor], borrowed: UnshardedStage, version: int) -> None:
         self.weights: Weights = leaves
         self._borrowed, self._version = borrowed, version
         self._leaves = [leaf for leaf in leaves.values() if leaf.requires_grad]

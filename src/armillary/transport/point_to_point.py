@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from armillary.plans.requests import Message, Receive, Request, Send, sent_bytes
-from armillary.schedules.instructions import Letter
+from armillary.schedules.instructions import StageMessage
 from armillary.transport.scopes import Channel, Pending
 from armillary.transport.transport import Transport
 
@@ -198,8 +198,8 @@ class _Timed:
         return answer
 
 
-LENGTH, FORM = "length of the form of ", "form of "  # what goes ahead of an edge's first letter
-LENGTHS = "lengths of "  # ahead of every letter that needs them
+LENGTH, FORM = "length of the form of ", "form of "  # what goes ahead of an edge's first message
+LENGTHS = "lengths of "  # ahead of every message that needs them
 
 Parts = list[tuple[Pending, Tensor]]
 
@@ -212,7 +212,7 @@ class Room(NamedTuple):
 
 
 class Writing(Protocol):
-    """How the tensors of one letter are written, on either side."""
+    """How the tensors of one message are written, on either side."""
 
     def form(self, leaves: list[Any], spec: TreeSpec) -> Form:
         """On the sending side."""
@@ -253,7 +253,7 @@ AS_IT_IS: Writing = _AsItIs()
 class Mailbox:
     """
     Args:
-        device: on which letters arrive.
+        device: on which messages arrive.
         one_queue: whether messages to a peer wait for those of the peer that are expected before them.
     """
 
@@ -261,71 +261,73 @@ class Mailbox:
         self._channel, self._device, self._one_queue = channel, device, one_queue
         self._sent_forms: dict[tuple[int, str], Form] = {}  # by peer and edge
         self._forms: dict[tuple[int, str], Form] = {}
-        self._expected: dict[int, deque[Letter]] = defaultdict(deque)  # for which no room is made yet
+        self._expected: dict[int, deque[StageMessage]] = defaultdict(deque)  # for which no room is made yet
         self._lengths: dict[int, tuple[Pending, Tensor]] = {}  # of the first of them: of its form, or of its tensors
-        self._writing: dict[Letter, Writing] = {}  # of all that is to come
-        self._peer_of: dict[Letter, int] = {}  # of all that is to come
-        self._posted: dict[Letter, Parts] = {}
-        self._under_way: dict[Letter, Parts] = {}
+        self._writing: dict[StageMessage, Writing] = {}  # of all that is to come
+        self._peer_of: dict[StageMessage, int] = {}  # of all that is to come
+        self._posted: dict[StageMessage, Parts] = {}
+        self._under_way: dict[StageMessage, Parts] = {}
 
-    def send(self, letter: Letter, peer: int, leaves: list[Any], spec: TreeSpec, writing: Writing = AS_IT_IS) -> None:
-        """Starts a letter; holds its tensors until `over`.
+    def send(
+        self, message: StageMessage, peer: int, leaves: list[Any], spec: TreeSpec, writing: Writing = AS_IT_IS
+    ) -> None:
+        """Starts a message; holds its tensors until `over`.
 
         Raises:
             RuntimeError: its form differs from that of the edge's first. TypeError: a form that text cannot say.
         """
-        edge = peer, letter.edge
+        edge = peer, message.edge
         while self._one_queue and self._expected[peer]:
             self._learn(peer)
-        form, message = writing.form(leaves, spec), list[tuple[Pending, Tensor]]()
+        form, parts = writing.form(leaves, spec), list[tuple[Pending, Tensor]]()
         if edge not in self._sent_forms:
             text = torch.frombuffer(bytearray(form.to_json().encode()), dtype=torch.uint8)
-            message += [
-                self._start(letter, peer, torch.tensor([text.numel()], dtype=torch.int32), LENGTH),
-                self._start(letter, peer, text, FORM),
+            parts += [
+                self._start(message, peer, torch.tensor([text.numel()], dtype=torch.int32), LENGTH),
+                self._start(message, peer, text, FORM),
             ]
             self._sent_forms[edge] = form
         if form != self._sent_forms[edge]:
             raise RuntimeError(
-                f"stages: {letter.edge} for rank {peer} changed from {self._sent_forms[edge].leaves} to {form.leaves}; "
-                f"want micro-batches of one shape and dtype (drop the last incomplete batch, or pad it; enter autocast "
-                f"around every step alike, or around none)"
+                f"stages: {message.edge} for rank {peer} changed from {self._sent_forms[edge].leaves} to "
+                f"{form.leaves}; want micro-batches of one shape and dtype (drop the last incomplete batch, or pad it; "
+                f"enter autocast around every step alike, or around none)"
             )
         written = writing.write(form, [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
         if varying := writing.varying(form):
             lengths = torch.tensor([written[number].numel() for number in varying])
-            message.append(self._start(letter, peer, lengths, LENGTHS))
-        self._under_way[letter] = message + [self._start(letter, peer, tensor) for tensor in written]
+            parts.append(self._start(message, peer, lengths, LENGTHS))
+        self._under_way[message] = parts + [self._start(message, peer, tensor) for tensor in written]
 
-    def over(self, letter: Letter) -> None:
-        """Waits until the peer has a letter, and lets go of its tensors."""
-        for pending, _ in self._under_way.pop(letter):
+    def over(self, message: StageMessage) -> None:
+        """Waits until the peer has a message, and lets go of its tensors."""
+        for pending, _ in self._under_way.pop(message):
             pending.wait()
 
-    def expect(self, letter: Letter, peer: int, writing: Writing = AS_IT_IS) -> None:
-        """Makes room for the next letter that the peer sends."""
-        self._peer_of[letter], self._writing[letter] = peer, writing
-        self._expected[peer].append(letter)
+    def expect(self, message: StageMessage, peer: int, writing: Writing = AS_IT_IS) -> None:
+        """Makes room for the next message that the peer sends."""
+        self._peer_of[message], self._writing[message] = peer, writing
+        self._expected[peer].append(message)
         self._post(peer)
 
-    def take(self, letter: Letter) -> tuple[list[Any], TreeSpec]:
-        """Waits for an expected letter. Tensors that asked for a gradient on the other side ask here."""
-        peer = self._peer_of.pop(letter)
-        while letter not in self._posted:
+    def take(self, message: StageMessage) -> tuple[list[Any], TreeSpec]:
+        """Waits for an expected message. Tensors that asked for a gradient on the other side ask here."""
+        peer = self._peer_of.pop(message)
+        while message not in self._posted:
             self._learn(peer)
         tensors = []
-        for pending, tensor in self._posted.pop(letter):
+        for pending, tensor in self._posted.pop(message):
             pending.wait()
             tensors.append(tensor)
-        form = self._forms[peer, letter.edge]
-        arrived = iter(self._writing.pop(letter).read(form, tensors))
+        form = self._forms[peer, message.edge]
+        arrived = iter(self._writing.pop(message).read(form, tensors))
         leaves = [
             next(arrived).requires_grad_(leaf.asks) if isinstance(leaf, TensorForm) else leaf for leaf in form.leaves
         ]
         return leaves, form.spec
 
     def held(self) -> Iterator[Tensor]:
-        """Room made for letters that come, and what was sent and is not over yet."""
+        """Room made for messages that come, and what was sent and is not over yet."""
         for parts in (*self._posted.values(), *self._under_way.values()):
             yield from (tensor for _, tensor in parts)
 
@@ -333,40 +335,40 @@ class Mailbox:
         """Makes room for what is expected, as far as forms and lengths are known."""
         expected = self._expected[peer]
         while expected and peer not in self._lengths:
-            letter = expected[0]
-            form = self._forms.get((peer, letter.edge))
+            message = expected[0]
+            form = self._forms.get((peer, message.edge))
             if form is None:
-                self._lengths[peer] = self._receive(letter, peer, torch.empty(1, dtype=torch.int32), LENGTH)
-            elif varying := self._writing[letter].varying(form):
+                self._lengths[peer] = self._receive(message, peer, torch.empty(1, dtype=torch.int32), LENGTH)
+            elif varying := self._writing[message].varying(form):
                 lengths = torch.empty(len(varying), dtype=torch.int64)
-                self._lengths[peer] = self._receive(letter, peer, lengths, LENGTHS)
+                self._lengths[peer] = self._receive(message, peer, lengths, LENGTHS)
             else:
                 self._make_room(peer, form, [])
 
     def _make_room(self, peer: int, form: Form, lengths: list[int]) -> None:
         """For the first of what is expected."""
-        letter = self._expected[peer].popleft()
-        rooms = self._writing[letter].room(form, lengths)
+        message = self._expected[peer].popleft()
+        rooms = self._writing[message].room(form, lengths)
         parts = [torch.empty(room.shape, dtype=room.dtype, device=self._device) for room in rooms]
-        self._posted[letter] = [self._receive(letter, peer, part) for part in parts]
+        self._posted[message] = [self._receive(message, peer, part) for part in parts]
 
     def _learn(self, peer: int) -> None:
-        """Waits for the form or the lengths of the first letter that no room is made for."""
+        """Waits for the form or the lengths of the first message that no room is made for."""
         pending, lengths = self._lengths.pop(peer)
         pending.wait()
-        letter = self._expected[peer][0]
-        form = self._forms.get((peer, letter.edge))
+        message = self._expected[peer][0]
+        form = self._forms.get((peer, message.edge))
         if form is None:
-            pending, text = self._receive(letter, peer, torch.empty(int(lengths), dtype=torch.uint8), FORM)
+            pending, text = self._receive(message, peer, torch.empty(int(lengths), dtype=torch.uint8), FORM)
             pending.wait()
-            self._forms[peer, letter.edge] = Form.from_json(text.numpy().tobytes().decode())
+            self._forms[peer, message.edge] = Form.from_json(text.numpy().tobytes().decode())
         else:
             self._make_room(peer, form, lengths.tolist())
         self._post(peer)
 
-    def _start(self, letter: Letter, peer: int, tensor: Tensor, part: str = "") -> tuple[Pending, Tensor]:
+    def _start(self, message: StageMessage, peer: int, tensor: Tensor, part: str = "") -> tuple[Pending, Tensor]:
         whole = tensor.contiguous()
-        return self._channel.post(Send(part + letter.edge, peer, whole, "", letter.at)), whole
+        return self._channel.post(Send(part + message.edge, peer, whole, "", message.at)), whole
 
-    def _receive(self, letter: Letter, peer: int, into: Tensor, part: str = "") -> tuple[Pending, Tensor]:
-        return self._channel.post(Receive(part + letter.edge, peer, into, "", letter.at)), into
+    def _receive(self, message: StageMessage, peer: int, into: Tensor, part: str = "") -> tuple[Pending, Tensor]:
+        return self._channel.post(Receive(part + message.edge, peer, into, "", message.at)), into
