@@ -1,4 +1,4 @@
-"""The command line: exit codes, and the files it leaves.
+"""The command line: exit codes, the files it leaves, and one line for what is wrong.
 
 Programs are forked from one process that has imported the library; `tests/cli/test_processes.py` starts some whole.
 """
@@ -17,6 +17,16 @@ MINE = Path(__file__).parents[2] / "examples" / "my_workload.py"
 VIT = ("--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
 VISION = ("vision", "--small", *VIT)
 LEFT = {"plan.json", "profile.json", "metrics.jsonl", "trace.json", "plot.png", "checkpoints"}
+
+
+def refused(folder, *arguments, expected=2):
+    """What one process says, which must be one line, and nothing else be left."""
+    before = sorted(folder.rglob("*"))
+    ended = face.command(*arguments, folder=folder)
+    assert (ended.code, ended.out) == (expected, ""), ended
+    assert ended.err.startswith("error: ") and ended.err.count("\n") == 1, ended.err
+    assert sorted(folder.rglob("*")) == before
+    return ended.err
 
 
 def test_two_ranks_train_a_file_of_ones_own_and_leave_what_they_did(tmp_path):
@@ -104,6 +114,61 @@ def test_verify_holds_a_schedule_to_its_reference_without_tolerance(tmp_path, te
     assert max(one["difference"] for one in found["differences"]) == 0.0
 
 
+def test_plans_are_made_for_machines_that_are_not_here_drawn_and_edited(tmp_path):
+    face.machines(8, 4).save(tmp_path / "eight.json")
+    asked = ("plan", MINE, "--topology", "eight.json", "--out", "plan.json")
+    ended = face.command(*asked, folder=tmp_path)
+    assert (ended.code, ended.err) == (0, "") and "8 workers" in ended.out
+    plan = armillary.Plan.load(tmp_path / "plan.json")
+    assert plan.workers == 8
+    printed = json.loads(face.command(*asked, "--json", folder=tmp_path).out)
+    assert [group["name"] for group in printed["plan"]["groups"]] == [group.name for group in plan.groups]
+    face.machines(4, 2).save(tmp_path / "four.json")
+    for text in ("ring", "pipeline(slack=1)", "zero_ring", "delayed_all_reduce"):
+        said = face.command("plan", *VISION, "--topology", "four.json", "--schedule", text, folder=tmp_path)
+        assert (said.code, said.err) == (0, "") and "4 workers" in said.out and "NOT exact" in said.out, text
+        assert "staleness" in said.out, text  # who does what when is drawn
+
+
+def test_measure_plan_simulate_and_compare_feed_one_another(tmp_path):
+    def run(*arguments):
+        ended = face.command(*arguments, folder=tmp_path)
+        assert (ended.code, ended.err.count("error")) == (0, 0), ended
+        return ended.out
+
+    run("measure", MINE, "--workers", "1", "--out", "seen")
+    files = ("--topology", "seen/topology.json", "--profile", "seen/profile.json")
+    run("plan", MINE, *files, "--out", "seen/plan.json")
+    told = json.loads(run("simulate", "seen/plan.json", "--json", "--out", "drawn"))
+    assert told["workers"] == 1 and told["step_seconds"] > 0
+    events = json.loads((tmp_path / "drawn" / "timeline.json").read_text())["traceEvents"]
+    assert events
+    run("train", MINE, "--workers", "1", "--steps", "3", "--name", "one")
+    wide = run("compare", "runs/one", "--sent", "1", "--memory", "1", "--seconds", "1")
+    assert "every figure is within its band" in wide
+    narrow = face.command("compare", "runs/one", "--sent", "0", "--memory", "0", "--seconds", "0", folder=tmp_path)
+    assert narrow.code == 3 and "outside their bands; the last column names them" in " ".join(narrow.out.split())
+
+
+def test_what_is_wrong_with_a_command_is_said_in_one_line_and_nothing_is_left(tmp_path):
+    one = ("--workers", "1")
+    for arguments, said in [
+        (("train", "langauge_model", *one), "no workload 'langauge_model'"),
+        (("train", "nowhere.py", *one), "no file nowhere.py"),
+        (("train", MINE, *one, "--set", "widht=3"), "widht"),
+        (("train", MINE, *one, "--steps", "0"), "--steps: want at least 1, got 0"),
+        (("train", MINE, *one, "--plan", "none.json"), "none.json is no plan file"),
+        (("train", MINE, *one, "--resume"), "nothing to resume"),
+        (("train", MINE, "--workers", "0"), "want at least 1, got 0"),
+        (("plan", *VISION, *one, "--schedule", "spiral"), "spiral"),
+        (("simulate", "none.json"), "none.json is no plan file"),
+        (("compare", "nowhere"), "nowhere has no plan.json"),
+        (("train", MINE, *one, "--replicate", "emb.*"), "'emb.*' names no parameter"),
+        (("plan", MINE, *one, "--replicate", "weight"), "or '0.weight'?"),
+    ]:
+        assert said in refused(tmp_path, *arguments), arguments
+
+
 FAULTY = f"""
 import importlib.util, sys
 from torch.distributed import get_rank
@@ -131,3 +196,13 @@ def test_a_rank_that_fails_ends_with_one_and_says_why_whoever_launched_it(tmp_pa
     (tmp_path / "faulty.py").write_text(FAULTY)
     ended = face.command_in_job(2, "train", "faulty.py", "--steps", "8", folder=tmp_path)
     assert ended[1].code == 1 and "the planted fault" in ended[1].reason
+
+
+def test_a_run_is_not_written_over_and_refuses_a_plan_for_others(tmp_path):
+    quick = ("train", MINE, "--workers", "1", "--steps", "2", "--json")
+    assert face.command(*quick, "--name", "one", folder=tmp_path).code == 0
+    kept = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    assert "runs/one already holds a run" in refused(tmp_path, *quick, "--name", "one")
+    assert {path: path.read_bytes() for path in kept} == kept
+    said = refused(tmp_path, *quick, "--set", "width=8", "--plan", "runs/one/plan.json", expected=1)
+    assert "other shapes or dtypes; plan again for this model" in said

@@ -172,6 +172,31 @@ def test_a_step_over_several_micro_batches_takes_the_mean_of_their_gradients(cre
             assert mine == pytest.approx(whole[2 * rank : 2 * rank + 2], rel=1e-10)
 
 
+def test_a_plan_of_another_format_is_refused_in_one_sentence():
+    old = '{"workers": 2, "groups": [], "model_fingerprint": "0", "schedule": {"name": "simultaneous", "options": {}}}'
+    with pytest.raises(ValueError, match="plan again") as caught:
+        armillary.Plan.from_json(old)
+    assert "\n" not in str(caught.value)
+
+
+def marker_cut_short(rank, world, plan, folder):
+    run = started(plan)
+    path = face.save(run, folder)
+    if rank == 0:
+        marker = path / "complete.json"
+        marker.write_text(marker.read_text()[:-20])
+    torch.distributed.barrier()
+    said = said_by(lambda: face.load(run, path))
+    face.close(run)
+    return said
+
+
+def test_a_checkpoint_whose_marker_is_cut_short_is_refused_by_its_name(crew, tmp_path):
+    plan = face.plan_for(chain(0.3), pair_loss, [pair_batch(0, n) for n in range(2)], 2)
+    for said in crew(2).run(marker_cut_short, plan, tmp_path):
+        assert "step-00000000" in said and "rank 0" in said, said
+
+
 @pytest.mark.parametrize(
     "text", ["gpipe(micro_batches=4)", "one_f_one_b(micro_batches=2)", "accumulation(micro_batches=2)"]
 )
