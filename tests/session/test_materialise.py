@@ -169,15 +169,42 @@ class HalfReal(Bare):
         self.real = nn.Parameter(torch.zeros(2, device="cpu"))
 
 
+class Unwanted(Bare):
+    """Nothing is wrong with it but the plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.table.data.normal_()
+        self.seen.zero_()
+
+
 def refused(rank, world, kind):
+    """What was said, and what of the model and the optimizer is another thing than before."""
     with torch.device("meta"):
         model = kind()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    before = pieces_of(model, optimizer)
+    departures = ("lossy",) if kind is Unwanted else ()
+    plan = plan_of(model, world, Choice("owned_rows"), departures, tables=("table",))
+    stream = torch.get_rng_state()
     try:
-        attach(plan_of(model, world, Choice("owned_rows"), tables=("table",)), model, optimizer)
+        attach(plan, model, optimizer)
     except ValueError as error:
-        return str(error)
-    return "nothing"
+        after = pieces_of(model, optimizer)
+        changed = [name for name in before if after[name] != before[name]]
+        return str(error), changed + ["random state"] * (not torch.equal(stream, torch.get_rng_state()))
+    return "nothing", []
+
+
+def pieces_of(model, optimizer):
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for number, parameter in enumerate(model.parameters()):
+        tensors.update({f"{number}.{entry}": value for entry, value in optimizer.state[parameter].items()})
+    return {name: (tensor.device, type(tensor), tensor.shape, tensor.stride()) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize(
@@ -187,11 +214,13 @@ def refused(rank, world, kind):
         (Forgetful, r"'table'.*without a number"),
         (Mixing, r"table: aten.*cannot be done in blocks of rows"),
         (HalfReal, r"except for \['real'\]"),
+        (Unwanted, r"says departures \('lossy',\)"),
     ],
 )
-def test_values_nobody_can_know_are_refused(crew, kind, words):
-    for text in crew(2).run(refused, kind):
+def test_values_nobody_can_know_are_refused_and_nothing_has_begun(crew, kind, words):
+    for text, changed in crew(2).run(refused, kind):
         assert re.search(words, text), text
+        assert changed == [], changed
 
 
 def status_bytes(field):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -63,18 +64,23 @@ def driver_of(plan: Plan) -> Driver:
 
 @contextmanager
 def rollback_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """After an error inside, parameters are what they were, and the optimizer holds them and the state that it held.
-    Values that were written to in place stay written."""
+    """After an error inside, parameters and buffers are what they were, on the meta device too, and the optimizer holds
+    them and the state that it held. So is torch's random state. Values that were written to in place stay written."""
     plain = [parameter for parameter in model.parameters() if not isinstance(parameter, TableHandle)]
     held = [(parameter, parameter.data, parameter.requires_grad) for parameter in plain]
     groups = [(group, list(group["params"])) for group in optimizer.param_groups]
     state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    stream = torch.get_rng_state()
     try:
         yield
     except BaseException:
         for parameter, values, requires_grad in held:
-            if isinstance(parameter, TableHandle):
+            if isinstance(parameter, TableHandle) or parameter.is_meta != values.is_meta:
                 become(parameter, nn.Parameter(values, requires_grad))
+        for module, named in buffers:
+            module._buffers.update(named)
+        torch.set_rng_state(stream)
         for group, params in groups:
             group["params"][:] = params
         optimizer.state.clear()
@@ -89,14 +95,14 @@ def open_plan(plan: Plan, job: TrainJob, transport: Transport) -> Job:
         ValueError: it does not fit, on every rank; model and optimizer are as they were.
     """
     driver, model = driver_of(plan), job.model
-    for one in members(job.optimizer):
-        begin_optimizer_state(one)
-    complaint = why_unfit(driver.checks, PlanQuestion(plan, job, transport))
-    refuse_on_every_rank("attach", plan, complaint, transport, job.options)
-    rows = materialise(model, job.optimizer, plan, transport)
-    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    begin_alike({name: tensor for name, tensor in tensors.items() if name not in rows}, transport)
     with rollback_on_error(model, job.optimizer):
+        for one in members(job.optimizer):
+            begin_optimizer_state(one)
+        complaint = why_unfit(driver.checks, PlanQuestion(plan, job, transport))
+        refuse_on_every_rank("attach", plan, complaint, transport, job.options)
+        rows = materialise(model, job.optimizer, plan, transport)
+        tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        begin_alike({name: tensor for name, tensor in tensors.items() if name not in rows}, transport)
         return driver.begin(plan, job, transport, rows)
 
 
