@@ -135,6 +135,12 @@ def test_workers_are_counted_from_one(refused):
     assert "--workers: want at least 1, got 0" in refused("train", "language_model", "--workers", "0")
 
 
+@pytest.mark.parametrize("schedule", ["asynchronous", "ring"])
+def test_one_batch_of_all_workers_is_no_step_of_a_schedule_that_owns_the_loop(refused, schedule):
+    said = refused("verify", *LANGUAGE_MODEL, "--schedule", schedule, "--one-batch")
+    assert f"--one-batch: no step of schedule {schedule} is one on the batch of all workers; drop it" in said
+
+
 def corpus_missing(path):
     return "does not exist"
 

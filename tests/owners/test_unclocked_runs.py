@@ -238,7 +238,8 @@ def refused_attach(**asked):
 
 
 def test_what_a_run_cannot_have_is_refused_by_name():
-    assert "needs loss" in refused_attach(loss=None, example=None)
+    assert "needs loss: attach(plan, model, optimizer, loss=loss), then run.step([batch])" in refused_attach(loss=None)
+    assert "example" not in refused_attach(loss=None, example=None)
     assert "check_order=True" in refused_attach(check_order=True)
     assert "check_finite=True" in refused_attach(check_finite=True)
     assert "GradScaler" in refused_attach(scaler=torch.amp.GradScaler("cpu"))

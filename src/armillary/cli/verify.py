@@ -52,7 +52,8 @@ def verify_asked(workload: AskedWorkload, plan: AskedPlan, asked: AskedVerificat
         task, joined, workers = workload_of(workload), None, count_of(asked.workers)
         granted = job_request_of(plan, workers)
         if asked.one_batch and granted.schedule != SIMULTANEOUS:
-            raise ValueError("--one-batch: a schedule that is not simultaneous keeps micro-batches apart; drop it")
+            name = granted.schedule.name
+            raise ValueError(f"--one-batch: no step of schedule {name} is one on the batch of all workers; drop it")
         task = prepared(task, granted, workers)
         refuse_unnamed(task, granted)
         if asked.one_batch:

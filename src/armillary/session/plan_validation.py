@@ -280,11 +280,15 @@ def _early_complaint(group: Group, exchange: RowExchange, optimizer: Optimizer, 
 def _lacking(question: PlanQuestion) -> Iterator[str]:
     """What neither cuts nor has owners goes behind a loop of the user's, too, which takes the loss itself."""
     job, method = question.job, question.options.method
-    lacking = [what for what in ("loss", "example") if getattr(job, what) is None]
-    if job.loss is None if method.placement.deals_rows else lacking and (method.is_cut or len(lacking) == 1):
+    if method.placement.deals_rows:  # owners, who never cut a model and step with every batch
+        wanted, given = ["loss"], "loss=loss), then run.step([batch])"
+    else:
+        wanted, given = ["loss", "example"], "loss=loss, example=micro_batch), then run.step(micro_batches)"
+    lacking = [what for what in wanted if getattr(job, what) is None]
+    if lacking and (method.is_cut or len(lacking) == 1):
         yield (
             f"schedule {question.name} owns the loop and needs {' and '.join(lacking)}: attach(plan, model, optimizer, "
-            "loss=loss, example=micro_batch), then run.step(micro_batches); or plan without a schedule"
+            f"{given}; or plan without a schedule"
         )
 
 

@@ -70,7 +70,10 @@ def verify_workload(
         names = exact if exchanges == "every" else exchanges
         plans |= {name: uniform_plan(decided.profile, Choice(name), plan.workers_per_node) for name in names}
     elif global_batch is not None:
-        raise ValueError("verify: a schedule that owns the loop keeps micro-batches apart; drop the global batch")
+        raise ValueError(
+            f"verify: no step of schedule {plan.schedule.name} is one on the batch of all workers together; drop the "
+            "global batch"
+        )
     case = VerifiedCase(
         double, plan, steps, seed, "", every_bit, None if global_batch is None else InDouble(global_batch)
     )
