@@ -6,6 +6,7 @@ after the start under way. Writes figures.md from what is kept. Exit code 1 if a
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from benchmarks.start_up.scripts import SCRIPTS
 HERE = Path(__file__).parent
 STARTS, TURNS = 10, 5
 SECONDS = 120  # of one start, at most
+# As an installed package has it, torch too: pip compiles on installation. The first start of all compiles the rest.
+WITH_BYTECODE = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
 
 
 class Start(NamedTuple):
@@ -94,7 +97,9 @@ def made(one: Start, folders: Path) -> Mapping[str, Any]:
         if one.way != "DDP":
             job += ["--keep", str(keep)]
         ranks = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        done = subprocess.run([*ranks, *job], timeout=SECONDS, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*ranks, *job], timeout=SECONDS, capture_output=True, text=True, check=False, env=WITH_BYTECODE
+        )
         if done.returncode:
             raise RuntimeError(f"{one.name} ended with {done.returncode}:\n{done.stderr}")
         found: dict[str, Any] = json.loads(out.read_text())

@@ -4,6 +4,8 @@ The names are those of `face.py`, which is imported, and torch with it, when the
 line lives in this package too, and answers what needs no torch without it.
 """
 
+import gc
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +62,15 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'armillary' has no attribute {name!r}")
-    return getattr(import_module("armillary.face"), name)
+    if "armillary.face" in sys.modules:
+        return getattr(sys.modules["armillary.face"], name)
+    was_on = gc.isenabled()
+    gc.disable()  # it would walk all of torch's objects again and again: a third of the seconds that this import takes
+    try:
+        return getattr(import_module("armillary.face"), name)
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -6,11 +6,15 @@ import re
 import statistics
 import time
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import armillary
+from armillary.planning.pricing import Case, assumptions_behind
+from armillary.session.forecast_correction import TimedStep, corrected_facts
+from planning_cases import dense, machines, model, table
 
 ROWS, WIDTH, STEPS = 400, 8, 60
 SLOW_SECONDS = 0.003  # of every forward
@@ -76,3 +80,28 @@ def test_of_ranks_at_different_pace_the_slowest_counts_and_its_wait_does_not(cre
     (said, _, (step_seconds, _), taken), _ = crew(2).run(trained, 0.01)
     own = float(LINE.search(said).group(2)) / 1e3
     assert SLOW_SECONDS + 0.01 <= own < 0.03 and abs(step_seconds / taken - 1) < 0.5, (own, step_seconds, taken)
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.5], ids="links measured {} times too slow".format)
+def test_waits_of_timed_steps_correct_links_that_were_measured_wrong(times):
+    profile = model(dense("head.weight", 20_000), table(rows=20_000), workers=2, seconds=0.004)
+    right = machines(nodes=2, latency=8e-4)
+    measured = machines(nodes=2, latency=times * 8e-4, megabits=1000.0 / times)
+    plan = armillary.plan(profile, right)
+    true = armillary.simulate(plan, profile, right).played
+    timed = TimedStep(true.processor_seconds, sum(true.exposed_seconds.values()))
+    found = corrected_facts(plan, Case(profile, measured, assumptions_behind(plan)), timed)
+    corrected = armillary.simulate(plan, found.profile, found.topology).step_seconds
+    assert corrected == pytest.approx(true.step_seconds, rel=0.05)
+    blind = corrected_facts(
+        plan, Case(profile, measured, assumptions_behind(plan)), timed._replace(waited_seconds=None)
+    )
+    left = armillary.simulate(plan, blind.profile, blind.topology).step_seconds
+    assert (abs(left / true.step_seconds - 1) > 0.15) == (times != 1.0), "without the waits the links stay wrong"
+
+
+def test_hidden_requests_say_nothing_of_links():
+    profile = model(*(dense(f"{at}.weight", 1000, arrival=at) for at in range(3)), workers=2, seconds=0.1)
+    plan = armillary.plan(profile, machines(nodes=2))
+    case = Case(profile, machines(nodes=2), assumptions_behind(plan))
+    assert corrected_facts(plan, case, TimedStep(0.1, 0.0)).topology.between == case.topology.between
