@@ -55,6 +55,7 @@ from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import exact_keywords
 from armillary.plans.mesh import Mesh
 from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
+from armillary.plans.plan_text import REWRITTEN
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.schedules.registry import SCHEDULES, read, why_not_carried
@@ -367,8 +368,8 @@ def _notes(chosen: Mapping[str, Candidate], question: Question) -> tuple[str, ..
         notes.append(f"lazy was allowed but is not used, since they travel whole: {', '.join(whole)}")
     if topology.workers > 1 and (written := [fact.name for fact in profile.parameters if fact.is_rewritten]):
         notes.append(
-            f"NOT exact: forward writes into {', '.join(written)} (max_norm does), on each worker by what that one "
-            "read, so the workers' copies drift apart"
+            f"{REWRITTEN} {', '.join(written)} (max_norm does), on each worker by what that one read, so the workers' "
+            "copies drift apart"
         )
     notes += _of_optimizers(question)
     if unread := [fact.name for fact in question.trained if fact.arrival is None]:

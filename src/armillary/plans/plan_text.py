@@ -12,9 +12,10 @@ from armillary.plans.choice import Choice
 from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
 from armillary.plans.units import Page, Table, count_text, seconds_text
 
-__all__ = ["UNKNOWN", "expected_words", "number_of", "plan_page", "plan_words"]
+__all__ = ["REWRITTEN", "UNKNOWN", "expected_words", "number_of", "plan_page", "plan_words"]
 
 UNKNOWN = "not known yet"
+REWRITTEN = "NOT exact: forward writes into"  # how a note begins that speaks of a model, whatever its exchanges are
 MOST_NAMES = 2  # more tables are counted
 SAME = 0.001  # of a step: less is no difference
 
@@ -123,7 +124,7 @@ def plan_page(
             played it, None if compute is not known yet.
     """
     why = [*_why([(group.name, group.reason) for group in groups]), *_why(_of_stages(stages))]
-    below = [*_exactness(groups), LEGEND + _beside(total.seconds, step_seconds or 0.0), title]
+    below = [*_exactness(groups, notes), LEGEND + _beside(total.seconds, step_seconds or 0.0), title]
     tables = [_groups(groups, total, step_seconds is not None), *([_stages(stages)] if stages else [])]
     last = [*why, *(f"note: {note}" for note in notes)]
     return (words, *tables, "\n".join(below), *(["\n".join(last)] if last else []))
@@ -227,9 +228,12 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f}"
 
 
-def _exactness(groups: Sequence[Group]) -> list[str]:
-    """One line for what is exact and one per departure that occurs: which groups, and what it means."""
-    meanings = {"exact": EXACT, **DEPARTURES}
+def _exactness(groups: Sequence[Group], notes: Sequence[str]) -> list[str]:
+    """One line for what is exact and one per departure that occurs: which groups, and what it means. Where forwards
+    write into parameters, what is exact is the exchange alone."""
+    is_rewritten = any(note.startswith(REWRITTEN) for note in notes)
+    exact = "its exchange; what forwards write is NOT exact, see the note" if is_rewritten else EXACT
+    meanings = {"exact": exact, **DEPARTURES}
     said = []
     for word, meaning in meanings.items():
         names = [group.name for group in groups if word in (group.departures or ("exact",))]
