@@ -216,3 +216,17 @@ def test_what_does_work_in_a_pipeline_is_one_process(crew, schedule):
             if told != pytest.approx(losses, rel=1e-12) or differ(weights, state_of(model), 1e-12):
                 wrong[name] = told, losses, differ(weights, state_of(model), 1e-12)
         assert not wrong
+
+
+def losses_of(rank, world, dtype):
+    """In words, so that their dtype counts. dtype: of the loss alone, as under autocast."""
+    loss = lambda model, batch: mean_square(model, batch).to(dtype)  # noqa: E731
+    _, run = run_of(Body, by_sgd, loss, "gpipe", batches())
+    with run:
+        return [repr(one.losses) for _ in range(2) for one in run.step(batches())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_rank_is_told_a_loss_as_the_loss_function_gave_it(crew, dtype):
+    first, last = crew(2).run(losses_of, dtype)
+    assert first == last and (str(dtype) in last[0] or dtype == torch.float32), (first, last)

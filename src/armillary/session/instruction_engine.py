@@ -35,6 +35,7 @@ from armillary.transport.transport import Transport
 __all__ = ["InterpretedEngine", "LossBroadcast"]
 
 LOSSES = "losses of a step"
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # a message begins with a place in these
 
 
 class LossBroadcast:
@@ -58,7 +59,7 @@ class LossBroadcast:
         """Every process hands in a step next. There is room for its losses from now on."""
         self._asked += 1
         if not self._is_teller:
-            room = torch.empty(self._count, dtype=torch.float64)
+            room = torch.empty(1 + self._count, dtype=torch.float64)
             self._posted.append((self._transport.post(Receive(LOSSES, self._teller, room, LOSSES)), room))
 
     def take(self, known: Sequence[StepLosses], everything: bool = False) -> list[StepLosses]:
@@ -88,7 +89,8 @@ class LossBroadcast:
         return self._transport.place.rank == self._teller
 
     def _tell(self, one: StepLosses) -> None:
-        numbers = torch.stack([loss.detach().double().cpu() for loss in one.losses])
+        kind = torch.tensor(float(DTYPES.index(one.losses[0].dtype)), dtype=torch.float64)
+        numbers = torch.stack([kind, *(loss.detach().double().cpu() for loss in one.losses)])
         self._sent += [(self._transport.post(Send(LOSSES, peer, numbers, LOSSES)), numbers) for peer in self._peers]
         while len(self._sent) > 4 * (self._lag + 1) * self._transport.place.workers:
             self._sent.popleft()[0].wait()
@@ -97,7 +99,8 @@ class LossBroadcast:
     def _heard(self) -> StepLosses:
         pending, room = self._posted.popleft()
         pending.wait()
-        return StepLosses(self._next, tuple(room.unbind()))
+        kind, *losses = room.unbind()
+        return StepLosses(self._next, tuple(loss.to(DTYPES[int(kind)]) for loss in losses))
 
 
 class InterpretedEngine:
