@@ -483,7 +483,7 @@ REACHES_INSIDE = {
         "stages.interpreter",
         "stages.partition",
         "stages.train_spec",
-        "transport.scopes",
+        "transport.requests",
         "transport.transport",
     },
     "cyclic_ring": {

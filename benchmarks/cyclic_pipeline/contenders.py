@@ -20,7 +20,7 @@ from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage
 from armillary.stages.train_spec import TrainSpec, in_a_row
-from armillary.transport.scopes import Channel
+from armillary.transport.requests import Channel
 
 STAGES, BLOCKS, WIDTH, SAMPLES = 2, 4, 768, 64  # blocks a stage; samples a micro-batch
 LEARNING_RATE = 0.01

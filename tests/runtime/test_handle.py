@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from armillary.reference.serial import train_step
 from armillary.tables import handle
-from armillary.tables.gradient import GradientHandle
+from armillary.tables.table import GradientHandle
 from beside import close, own_part, pair, sgd
 
 V, D = 11, 3

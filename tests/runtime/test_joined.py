@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from armillary.plans import AllGather, AllReduce, AllToAll, Labelled
 from armillary.reference import lockstep
-from armillary.transport.scopes import can_coalesce, coalesced, parted
+from armillary.transport.requests import can_coalesce, coalesced, parted, shared_wait
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import shared_wait
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 

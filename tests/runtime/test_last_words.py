@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from armillary.transport.watchdog import CrashReport
+from armillary.transport.groups import CrashReport
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from armillary.plans import Receive, Send
 from armillary.schedules import StageMessage
+from armillary.transport.groups import Timeouts
 from armillary.transport.point_to_point import Form, Mailbox, form_of
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Timeouts
 from channels import Board, ThreadChannel, in_threads
 
 Pair = collections.namedtuple("Pair", "left right")

@@ -9,9 +9,9 @@ from torch import distributed as dist
 
 from armillary.plans import AllGather, AllReduce, AllToAll, members
 from armillary.reference import lockstep
-from armillary.transport.request_order import AskedRequest, disagreement
+from armillary.transport.groups import Timeouts
+from armillary.transport.requests import AskedRequest, disagreement
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Timeouts
 from forked import forkserver
 
 WORLD, PER_NODE = 4, 2

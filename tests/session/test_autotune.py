@@ -16,8 +16,8 @@ from armillary.session import autotune
 from armillary.session import plan_job as decide_file
 from armillary.session.double_precision import uniform_plan
 from armillary.session.plan_job import JobRequest, first_batches, model_to_plan, open_transport, plan_job
+from armillary.transport.groups import Timeouts
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Timeouts
 from planning_cases import machines
 
 SLOWED_SECONDS = 0.05  # more than a step takes where other work shares the machine

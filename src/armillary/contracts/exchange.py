@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.dense import DenseExchange, PushResult, exact_sum
-from armillary.exchanges.parcel import Parcel, RankInfo, State
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.requests import AllGather, AllReduce, Program, Request, asked_by
 from armillary.plans.topology import Link, Topology
 from armillary.reference import lockstep

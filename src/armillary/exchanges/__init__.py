@@ -31,7 +31,7 @@ from armillary.exchanges.exchange import (
     row_exchanges,
 )
 from armillary.exchanges.ownership import Ownership, owners_among
-from armillary.exchanges.parcel import Parcel, RankInfo, Rows, State, parted, touched_rows
+from armillary.plans.parcel import Parcel, RankInfo, Rows, State, parted, touched_rows
 
 __all__ = [
     "DENSE",

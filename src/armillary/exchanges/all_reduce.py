@@ -5,9 +5,8 @@ Source: data parallelism as in Horovod and DDP; the dense half of Parallax (Kim 
 
 from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
 from armillary.plans.advice import Advice, Situation, advises, planned
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State, parted
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
 

@@ -9,9 +9,8 @@ from types import MappingProxyType
 
 from armillary.exchanges.all_reduce import all_reduce
 from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, PushResult
-from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
 from armillary.plans.choice import Choice
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State, parted
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
 

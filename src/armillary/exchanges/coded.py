@@ -21,21 +21,10 @@ from torch import Tensor
 from armillary.codecs.registry import CODECS, Codec, Draw, Options, build_codec
 from armillary.codecs.registry import CodecEntry as CodecEntry
 from armillary.exchanges.dense import DenseExchange, Leg, Mechanisms, PushResult
-from armillary.exchanges.error_feedback import (
-    RESIDUAL,
-    Span,
-    alone,
-    gaps_of,
-    kept_back,
-    nothing_owed,
-    owed,
-    was_owed,
-    without_gaps,
-)
+from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import DENSE, ExchangeEntry
-from armillary.exchanges.parcel import Parcel, RankInfo, State
-from armillary.plans.layout import Layout
-from armillary.plans.parameter import ParameterFact
+from armillary.plans.parcel import Layout, Parcel, RankInfo, Span, State, gaps_of, without_gaps
+from armillary.plans.profile import ParameterFact
 from armillary.plans.requests import AllGather, AllToAll, Program
 from armillary.plans.topology import Topology
 

@@ -15,8 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.parcel import Parcel, RankInfo, State
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.requests import Program
 from armillary.plans.topology import Topology
 

@@ -10,20 +10,16 @@ bfloat16).
 Source: 1-bit SGD (Seide et al., 2014), and error feedback as DoubleSqueeze (Tang et al., 2019) has it.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from armillary.codecs.packing import working
 from armillary.exchanges.dense import CompletedPush, PushResult
-from armillary.exchanges.parcel import Parcel, State
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Parcel, State, gaps_of, without_gaps
 
-__all__ = ["RESIDUAL", "Span", "alone", "gaps_of", "kept_back", "nothing_owed", "owed", "was_owed", "without_gaps"]
+__all__ = ["RESIDUAL", "alone", "kept_back", "nothing_owed", "owed", "was_owed"]
 
 RESIDUAL = "residual"
-Span = tuple[int, int]  # first and last number, the last not included
 
 
 def nothing_owed(values: Tensor) -> Tensor:
@@ -55,17 +51,3 @@ def kept_back(parcel: Parcel, lost: Tensor) -> Tensor:
 def was_owed(pushed: CompletedPush) -> int:
     """1 where an earlier push had left something out, which this one sent."""
     return int(pushed.workers > 1 and bool(pushed.before[RESIDUAL].any()))
-
-
-def gaps_of(layout: Layout) -> list[Span]:
-    """Between tensors."""
-    ends = [end for _, end in layout.spans]
-    return [(end, begin) for end, begin in zip(ends, layout.offsets[1:], strict=True) if begin > end]
-
-
-def without_gaps(values: Tensor, gaps: Sequence[Span], at: int = 0) -> Tensor:
-    """In place: zeros there. at: where among the group's numbers the values begin."""
-    for begin, end in gaps:
-        if begin < at + len(values) and end > at:
-            values[max(0, begin - at) : end - at] = 0
-    return values

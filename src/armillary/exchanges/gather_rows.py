@@ -18,7 +18,7 @@ from armillary.exchanges.dense import Leg, Legs
 from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, row_exchange
 from armillary.exchanges.owned_rows import ID_BYTES, merge_rows
 from armillary.exchanges.ownership import Ownership
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import AllGather, AllToAll, Program
 from armillary.plans.topology import Topology
 

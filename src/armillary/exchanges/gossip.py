@@ -19,9 +19,8 @@ from torch import Tensor
 
 from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechanisms, PushResult
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.advice import Advice, Situation, advises, planned
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.requests import AllToAll, Program
 from armillary.plans.topology import Topology
 

@@ -26,9 +26,8 @@ from armillary.exchanges.dense import (
     Resharding,
 )
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.advice import Advice, Situation, advises, planned
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
 

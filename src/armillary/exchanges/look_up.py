@@ -27,7 +27,7 @@ from torch import Tensor
 from armillary.exchanges.dense import Leg
 from armillary.exchanges.exchange import Pulled, RowExchange
 from armillary.exchanges.ownership import Ownership
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import AllToAll, Program
 from armillary.plans.topology import Topology
 

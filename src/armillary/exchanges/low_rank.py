@@ -21,9 +21,8 @@ from armillary.exchanges.coded import why_not_numbers
 from armillary.exchanges.dense import CompletedPush, DenseExchange, Leg, Mechanisms, PushResult, Shape
 from armillary.exchanges.error_feedback import RESIDUAL, alone, kept_back, nothing_owed, owed, was_owed
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.advice import Advice, Situation, advises, planned
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
 

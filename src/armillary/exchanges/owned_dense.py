@@ -16,9 +16,8 @@ from torch import Tensor
 
 from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State, parted
-from armillary.plans.layout import Layout
-from armillary.plans.parameter import ParameterFact
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State, parted
+from armillary.plans.profile import ParameterFact
 from armillary.plans.requests import AllToAll, Program, Scope
 from armillary.plans.topology import Topology
 

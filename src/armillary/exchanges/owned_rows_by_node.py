@@ -19,8 +19,8 @@ from armillary.exchanges.dense import Leg, Legs, Links
 from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, row_exchange
 from armillary.exchanges.owned_rows import ID_BYTES, by_rank, merge_rows
 from armillary.exchanges.ownership import Ownership, orders
-from armillary.exchanges.parcel import RankInfo
-from armillary.plans.parameter import ParameterFact
+from armillary.plans.parcel import RankInfo
+from armillary.plans.profile import ParameterFact
 from armillary.plans.requests import AllToAll, Program, Scope
 from armillary.plans.topology import Topology
 

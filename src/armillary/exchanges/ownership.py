@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from armillary.plans.parameter import RowFacts
+from armillary.plans.profile import RowFacts
 
 __all__ = ["Order", "Ownership", "orders", "owners_among"]
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from armillary.exchanges.dense import DenseExchange, Leg, PushResult
 from armillary.exchanges.exchange import dense_exchange
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.exchanges.parcel import Parcel, RankInfo, Rows, State, touched_rows
-from armillary.plans.layout import Layout
-from armillary.plans.parameter import ParameterFact
+from armillary.plans.parcel import Layout, Parcel, RankInfo, Rows, State, touched_rows
+from armillary.plans.profile import ParameterFact
 from armillary.plans.requests import AllGather, AllReduce, AllToAll, Program
 from armillary.plans.topology import Topology
 

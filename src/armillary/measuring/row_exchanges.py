@@ -15,13 +15,13 @@ import torch
 from armillary.exchanges.exchange import RowExchange, build_row
 from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.exchanges.parcel import RankInfo
 from armillary.planning.demand import PRICE
 from armillary.planning.partition_search import OwnerSearch, SearchedTable
 from armillary.planning.planner import tables_to_search
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.plans.choice import Choice
+from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import Program
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport

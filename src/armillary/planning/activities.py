@@ -33,9 +33,9 @@ from armillary.planning.pricing import (
 )
 from armillary.planning.stage_costs import copies_of, crossing, owners_of, reduced_bytes
 from armillary.plans.group import Group
-from armillary.plans.layout import Layout, layout_of
-from armillary.plans.parameter import ParameterFact, StageFact
+from armillary.plans.parcel import Layout, layout_of
 from armillary.plans.plan import Plan
+from armillary.plans.profile import ParameterFact, StageFact
 from armillary.plans.topology import Topology
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import RECOMPUTE, owns_loop

@@ -25,7 +25,7 @@ from armillary.planning.demand import Constraint
 from armillary.planning.pricing import Case, dense_forecast, row_forecast, row_work
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group, Layout, checked
-from armillary.plans.parameter import ParameterFact
+from armillary.plans.profile import ParameterFact
 
 __all__ = [
     "BucketLimits",

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from armillary.plans.parameter import ParameterFact, StageFact
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile, StageFact
 from armillary.plans.trace import Record, Trace, chrome_json, complete, process, thread
 
 __all__ = [

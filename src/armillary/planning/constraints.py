@@ -21,9 +21,8 @@ from armillary.planning.demand import LAYOUTS, Constraint, refuse_unlisted
 from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import why_not_given
 from armillary.plans.group import Layout
-from armillary.plans.layout import layout_of as flat
-from armillary.plans.parameter import ParameterFact
-from armillary.plans.profile import Profile
+from armillary.plans.parcel import layout_of as flat
+from armillary.plans.profile import ParameterFact, Profile
 from armillary.plans.topology import Topology
 
 __all__ = [

@@ -23,8 +23,8 @@ from armillary.planning.pricing import Case, dense_forecast, idle_round
 from armillary.planning.simulator import quickest, simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
-from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import Consensus, Plan
+from armillary.plans.profile import ParameterFact
 from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 

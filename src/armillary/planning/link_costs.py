@@ -22,8 +22,7 @@ from typing import NamedTuple
 from armillary.exchanges.dense import Leg, Legs
 from armillary.exchanges.exchange import RowExchange, RowTraffic
 from armillary.plans.group import PrefetchKind
-from armillary.plans.parameter import RowFacts
-from armillary.plans.profile import Profile
+from armillary.plans.profile import Profile, RowFacts
 from armillary.plans.topology import Topology
 
 __all__ = [

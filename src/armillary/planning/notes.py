@@ -22,8 +22,8 @@ from armillary.planning.pricing import Case, dense_forecast, idle_round
 from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Group
-from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import Plan
+from armillary.plans.profile import ParameterFact
 from armillary.plans.units import bytes_text, seconds_text
 
 __all__ = [

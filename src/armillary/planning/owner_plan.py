@@ -12,8 +12,8 @@ from armillary.planning.pricing import Case
 from armillary.planning.step_time import all_reduce_seconds
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
-from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import Plan
+from armillary.plans.profile import ParameterFact
 from armillary.plans.units import seconds_text
 from armillary.schedules.costs import Planned
 from armillary.schedules.method import ScheduleOptions

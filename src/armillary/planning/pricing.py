@@ -16,7 +16,6 @@ from armillary.exchanges.averaged_gradients import crossings, packed_share
 from armillary.exchanges.dense import DenseExchange, Leg, Legs
 from armillary.exchanges.exchange import build_dense, build_row
 from armillary.exchanges.look_up import FLAGS, announcement_bytes, round_leg
-from armillary.exchanges.parcel import RankInfo
 from armillary.planning.link_costs import (
     Shares,
     Upkeep,
@@ -29,10 +28,9 @@ from armillary.planning.link_costs import (
 )
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, PrefetchKind
-from armillary.plans.layout import Layout, layout_of
-from armillary.plans.parameter import ParameterFact
+from armillary.plans.parcel import Layout, RankInfo, layout_of
 from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile
 from armillary.plans.topology import CodingRate, Topology
 
 __all__ = [

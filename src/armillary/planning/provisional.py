@@ -12,9 +12,8 @@ from armillary.planning.constraints import LISTED, UNKNOWN
 from armillary.planning.planner import bucketings
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
-from armillary.plans.parameter import ParameterFact, StageFact
 from armillary.plans.plan import Mean, Plan
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile, StageFact
 from armillary.plans.topology import TURN_BYTES, Topology
 from armillary.plans.units import bytes_text, enough_text
 

@@ -29,9 +29,8 @@ from armillary.planning.constraints import PLAIN
 from armillary.planning.link_costs import leg_seconds
 from armillary.planning.pricing import Case, coding_seconds, pack_seconds
 from armillary.plans.choice import Choice
-from armillary.plans.layout import layout_of
-from armillary.plans.parameter import Numbers, ParameterFact, StageFact
-from armillary.plans.profile import Profile
+from armillary.plans.parcel import layout_of
+from armillary.plans.profile import Numbers, ParameterFact, Profile, StageFact
 from armillary.plans.topology import Topology
 from armillary.plans.units import bytes_text
 from armillary.schedules.edges import IN_MEMORY_BYTES, SAME, Edge, EdgeCode, codes_of

@@ -36,11 +36,10 @@ from armillary.planning.stage_costs import (
 )
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group, Layout, StagePlan
-from armillary.plans.layout import layout_of
 from armillary.plans.mesh import STAGE
-from armillary.plans.parameter import ParameterFact, StageFact
+from armillary.plans.parcel import layout_of
 from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile, StageFact
 from armillary.schedules.costs import Counts, Planned, copies_held, counted
 from armillary.schedules.edges import Edge, codes_of
 from armillary.schedules.instructions import TOKENS

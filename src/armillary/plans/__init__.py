@@ -11,11 +11,10 @@ if TYPE_CHECKING:
     from armillary.plans.advice import ADVICE, Advice, Combination, Situation, advisers, advises, not_for, planned
     from armillary.plans.choice import Choice
     from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
-    from armillary.plans.layout import Layout, layout_of
     from armillary.plans.mesh import DATA, STAGE, Axis, Mesh
-    from armillary.plans.parameter import Numbers, ParameterFact, Reads, RowFacts, StageFact
+    from armillary.plans.parcel import Layout, layout_of
     from armillary.plans.plan import SIMULTANEOUS, Plan, model_fingerprint
-    from armillary.plans.profile import Profile
+    from armillary.plans.profile import Numbers, ParameterFact, Profile, Reads, RowFacts, StageFact
     from armillary.plans.registry import Registry
     from armillary.plans.requests import (
         AllGather,
@@ -116,11 +115,10 @@ _NAMES = {
     "advice": ("ADVICE", "Advice", "Combination", "Situation", "advisers", "advises", "not_for", "planned"),
     "choice": ("Choice",),
     "group": ("DEPARTURES", "EXACT", "Forecast", "Group", "StagePlan"),
-    "layout": ("Layout", "layout_of"),
     "mesh": ("DATA", "STAGE", "Axis", "Mesh"),
-    "parameter": ("Numbers", "ParameterFact", "Reads", "RowFacts", "StageFact"),
+    "parcel": ("Layout", "layout_of"),
     "plan": ("SIMULTANEOUS", "Plan", "model_fingerprint"),
-    "profile": ("Profile",),
+    "profile": ("Numbers", "ParameterFact", "Profile", "Reads", "RowFacts", "StageFact"),
     "registry": ("Registry",),
     "requests": (
         "AllGather",

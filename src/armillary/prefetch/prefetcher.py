@@ -11,7 +11,7 @@ Requests are made only right after a round in which every rank said it is idle, 
     the next round    owners say which rows of b + 1 are unused in b + 2                 (tables that delay gradients)
     b + 1 begins      gradients of b's rows that are unused now leave, `delayed_gradients` (tables that delay gradients)
 
-What leaves at one moment, of whatever tables, is one message to each rank (`transport/scopes.py`). Masks go with the
+What leaves at one moment, of whatever tables, is one message to each rank (`transport/requests.py`). Masks go with the
 headers of the round. Late rows go with the ids where they are few; else each table's go by themselves, in the order in
 which a forward reads.
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.exchanges.ownership import Ownership
-from armillary.plans.parameter import RowFacts
+from armillary.plans.profile import RowFacts
 
 __all__ = ["NO_LOOKUPS", "Lookups", "Reading", "WatchReads", "merged", "row_facts"]
 

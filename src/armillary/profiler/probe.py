@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from armillary.exchanges.parcel import touched_rows
 from armillary.models.preserved_state import LiveBytes, untouched
 from armillary.models.structure import OUTSIDE, following
+from armillary.plans.parcel import touched_rows
 from armillary.plans.profile import Profile
 from armillary.profiler.access_patterns import NO_LOOKUPS, Lookups, Reading, WatchReads
 from armillary.profiler.stages import Activations, CountOperations, StageClock, gathering

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from armillary.models.preserved_state import untouched
 from armillary.models.structure import OUTSIDE, stage_of, stage_paths
-from armillary.plans.parameter import ParameterFact, Reads, RowFacts, StageFact
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile, Reads, RowFacts, StageFact
 from armillary.profiler.access_patterns import NO_LOOKUPS, Lookups, Reading, WatchReads, row_facts
 from armillary.profiler.loop_watch import SeenStep, Told
 from armillary.profiler.probe import Loss as Loss_profiler

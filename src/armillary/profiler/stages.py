@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from armillary.models.structure import OUTSIDE
-from armillary.plans.parameter import Numbers
+from armillary.plans.profile import Numbers
 from armillary.schedules.edges import is_codable
 from armillary.tables.handle import TableHandle
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.dense import DenseExchange, Meeting
-from armillary.exchanges.parcel import Parcel, RankInfo, State
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.reference.serial import CodedReads, Meanings
 
 __all__ = ["Answer", "Replicas", "SharedGroup", "by_oracle"]

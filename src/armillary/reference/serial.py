@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from armillary.exchanges.dense import DenseExchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.schedules.clipping import Clip, square_of_stage, square_of_step
 
 __all__ = [

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.codecs.packing import all_finite
-from armillary.exchanges.error_feedback import gaps_of, without_gaps
-from armillary.exchanges.parcel import Parcel, Rows
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, Rows, gaps_of, without_gaps
 
 __all__ = ["Bucket", "layout_beside", "other_form"]
 

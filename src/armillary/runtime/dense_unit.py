@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from armillary.exchanges.averaged_gradients import averaging
 from armillary.exchanges.dense import DenseExchange, Meeting, PushResult
-from armillary.exchanges.parcel import Parcel, RankInfo, State
+from armillary.plans.parcel import Parcel, RankInfo, State
 from armillary.plans.requests import Program, Scope
 from armillary.runtime.bucket import Bucket, layout_beside
 

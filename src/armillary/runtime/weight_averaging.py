@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from armillary.codecs.packing import all_finite
 from armillary.exchanges.dense import Meeting
-from armillary.exchanges.parcel import Parcel
+from armillary.plans.parcel import Parcel
 from armillary.plans.requests import AllGather, Program, summed
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.runtime.replica_checks import BufferPlace, buffers_of, write_buffer

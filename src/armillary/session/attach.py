@@ -29,9 +29,8 @@ from armillary.session.validation import (
     refuse_unfit,
 )
 from armillary.tables.optimizers import as_one
-from armillary.transport.groups import workers_in
+from armillary.transport.groups import Timeouts, workers_in
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Timeouts
 
 __all__ = ["attach", "attach_over", "begin_run"]
 

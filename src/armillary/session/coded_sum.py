@@ -17,9 +17,8 @@ from armillary.codecs.packing import all_finite
 from armillary.codecs.registry import CODECS, codec_of
 from armillary.exchanges.coded import coded
 from armillary.exchanges.dense import DenseExchange
-from armillary.exchanges.parcel import Parcel
 from armillary.plans.choice import Choice
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel
 from armillary.transport.transport import Transport
 
 __all__ = ["CodedSum", "coded_sum"]

@@ -25,9 +25,8 @@ from armillary.planning.grouping import consensus_of, dense_group
 from armillary.plans.choice import Choice
 from armillary.plans.group import Group, Layout
 from armillary.plans.mesh import Mesh
-from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import Plan
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["InDouble", "ask_for_repeatable", "doubled", "is_repeatable", "uniform_plan"]

@@ -26,7 +26,7 @@ from armillary.plans.topology import Link, Topology
 from armillary.plans.units import seconds_text
 from armillary.session.events import PlannedJob
 from armillary.session.hooks_engine import UserLoop
-from armillary.transport.scopes import Stretch
+from armillary.transport.requests import Stretch
 
 __all__ = ["FROM_STEP", "TO_STEP", "CorrectedFacts", "ForecastCorrection", "corrected_facts"]
 

@@ -29,7 +29,7 @@ from armillary.stages.interpreter import Interpreter
 from armillary.stages.optimizer_step import refuse_gradients
 from armillary.stages.partition import ties_of
 from armillary.stages.train_spec import StageContext, StepLosses, side_by_side
-from armillary.transport.scopes import Pending
+from armillary.transport.requests import Pending
 from armillary.transport.transport import Transport
 
 __all__ = ["InterpretedEngine", "LossBroadcast"]

@@ -26,7 +26,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
-from armillary.plans.layout import Layout, layout_of
+from armillary.plans.parcel import Layout, layout_of
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.topology import Topology
 from armillary.plans.trace import Record, Trace

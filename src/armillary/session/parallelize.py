@@ -25,8 +25,8 @@ from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import exact_keywords
-from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import SIMULTANEOUS, Mean
+from armillary.plans.profile import ParameterFact
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.prefetch.batches import is_plain_loader
 from armillary.profiler.loop_watch import LoopWatch
@@ -42,8 +42,8 @@ from armillary.session.watched_batch import WatchedBatch
 from armillary.session.watched_steps import Keeping, WatchedSteps, parameter_facts
 from armillary.tables.optimizers import as_one
 from armillary.transport.agreement import by_rank_zero
+from armillary.transport.groups import Timeouts
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import Timeouts
 
 __all__ = ["auto_plan", "measure", "parallelize", "unmoved"]
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from armillary.exchanges.parcel import RankInfo
 from armillary.measuring.measure import measure_links as measure
 from armillary.measuring.measure import with_memory_budget, workers_per_node
 from armillary.measuring.row_exchanges import timed_owners
@@ -27,6 +26,7 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
 from armillary.plans.choice import Choice
+from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import SIMULTANEOUS, Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
@@ -44,8 +44,8 @@ from armillary.session.validation import handed_in, refuse_other_models, refuse_
 from armillary.session.workload import Batch, Workload
 from armillary.tables.optimizers import members
 from armillary.transport.agreement import by_rank_zero
+from armillary.transport.groups import DEFAULT_TIMEOUTS, Timeouts
 from armillary.transport.transport import Transport
-from armillary.transport.watchdog import DEFAULT_TIMEOUTS, Timeouts
 
 __all__ = [
     "JobRequest",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges
-from armillary.exchanges.parcel import RankInfo
 from armillary.models.split_loss import SplitLoss
 from armillary.plans.mesh import DATA
+from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import Plan
 from armillary.profiler.probe import Loss
 from armillary.reference.whole_model import CutModel

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.profile import Profile
 from armillary.session.plan_cache import CacheKey, cached_links, hosts_of

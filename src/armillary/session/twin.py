@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.averaged_gradients import averaging
 from armillary.exchanges.dense import DenseExchange
-from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.planning.demand import Constraint
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.plans.choice import Choice
+from armillary.plans.parcel import Parcel, RankInfo, State
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.topology import Topology
 from armillary.prefetch.batches import leaves

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from armillary.exchanges.dense import CompletedPush, DenseExchange, PushResult
 from armillary.exchanges.exchange import dense_exchanges
-from armillary.exchanges.parcel import Parcel, RankInfo, State
 from armillary.plans.choice import Choice
-from armillary.plans.layout import Layout
+from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.plan import Plan
 from armillary.plans.plan_text import number_of
 from armillary.plans.requests import Program

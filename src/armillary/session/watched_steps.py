@@ -26,10 +26,9 @@ from armillary.planning.pricing import Case
 from armillary.planning.provisional import is_provisional
 from armillary.planning.request import PlanRequest
 from armillary.plans.choice import Choice
-from armillary.plans.parameter import ParameterFact
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.plan_text import number_of
-from armillary.plans.profile import Profile
+from armillary.plans.profile import ParameterFact, Profile
 from armillary.plans.topology import Topology
 from armillary.profiler import profiler
 from armillary.profiler.loop_watch import LoopWatch, Told

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import Scope, along
 from armillary.runtime.bucket import Bucket
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.transport.in_flight import LaunchQueue
-from armillary.transport.scopes import Requests
+from armillary.transport.requests import Requests
 
 __all__ = ["FlatStage", "Flats", "Means", "Reducer", "StepMeans"]
 

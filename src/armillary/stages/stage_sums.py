@@ -21,14 +21,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import Scope
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.schedules.clipping import square_of_stage
 from armillary.schedules.instructions import StageMessage
 from armillary.stages.partition import Tie
 from armillary.stages.reducer import Flats, FlatStage, Means, Reducer
-from armillary.transport.scopes import Requests
+from armillary.transport.requests import Requests
 
 __all__ = ["SharedGradients", "StageReplicas", "StageSums", "alone", "shared_gradients"]
 

@@ -22,7 +22,7 @@ from armillary.schedules.method import Objective
 from armillary.schedules.rank_list import Placement, Ranks, Residency, ScheduledAction
 from armillary.schedules.schedule import Cell, Schedule
 from armillary.stages.stage_sums import StageReplicas, alone
-from armillary.transport.scopes import Channel
+from armillary.transport.requests import Channel
 
 __all__ = [
     "LossBook",

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
-from armillary.tables.gradient import METADATA, GradientHandle
 from armillary.tables.row_values import RowValues, as_ddp, reads_rows
+from armillary.tables.table import METADATA, GradientHandle
 
 __all__ = ["Reader", "TableHandle", "become", "why_fixed"]
 

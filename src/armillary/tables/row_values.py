@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.tables.gradient import METADATA
+from armillary.tables.table import METADATA
 
 __all__ = ["RowSource", "RowValues", "as_ddp", "reads_rows"]
 

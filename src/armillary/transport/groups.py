@@ -3,28 +3,36 @@
 Gloo frees a group only when its collectives are over, however long a peer takes. A group that is given up in the middle
 of one is never freed: it costs its few threads until the process ends.
 
-Joining and leaving a job as torchrun describes it, and a rank's place among those with data of their own, are here too.
+Joining and leaving a job as torchrun describes it, the timeouts of waits, and a rank's place among those with data of
+their own, are here too. `CrashReport` tells the others of the error that ends this rank's program.
 """
 
 import atexit
 import ctypes
+import math
 import os
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from armillary.exchanges.parcel import RankInfo
 from armillary.plans.mesh import DATA, Mesh
+from armillary.plans.parcel import RankInfo
 
 __all__ = [
+    "DEFAULT_TIMEOUTS",
     "Clients",
+    "CrashReport",
     "OpenGroups",
+    "Timeouts",
     "data_place",
     "data_ranks",
     "refuse_no_member",
@@ -225,3 +233,61 @@ def _giving_up(known: "weakref.ref[OpenGroups]") -> Callable[[], None]:
             groups.give_up()
 
     return give_up
+
+
+class CrashReport:
+    """In force until `remove`. tell: is given one line."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell: Callable[[str], object] | None = tell
+        self._process = os.getpid()  # not of a process that was forked from this one
+        self._before = sys.excepthook
+        sys.excepthook = self
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self._tell is not None and os.getpid() == self._process:
+            self._tell(f"{kind.__name__}: {error}")
+        self._before(kind, error, trace)
+
+    def remove(self) -> None:
+        """The hook before is in force again; where somebody else's has been put before this one, this does nothing."""
+        self._tell = None
+        while isinstance(sys.excepthook, CrashReport) and sys.excepthook._tell is None:
+            sys.excepthook = sys.excepthook._before
+
+
+REPORT_AFTER = 60.0
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """
+    Args:
+        report_after: seconds of one wait after which a rank prints who stands where, and again whenever as long has
+            passed; None: it never does. Its default is half of a shorter timeout.
+        timeout: seconds after which a wait ends in an error.
+
+    Raises:
+        ValueError: one is no positive number, or a wait would end before it is reported.
+    """
+
+    report_after: float | None = REPORT_AFTER
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "report_after"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 < value < math.inf) and not (name == "report_after" and value is None):
+                or_none = ", or None for no reports" if name == "report_after" else ""
+                raise ValueError(f"{name}: want a positive number of seconds{or_none}, got {value!r}")
+        if self.report_after == REPORT_AFTER and self.timeout <= REPORT_AFTER:
+            object.__setattr__(self, "report_after", self.timeout / 2)
+        if self.report_after is not None and self.report_after >= self.timeout:
+            raise ValueError(
+                f"report_after={self.report_after:g}: a wait ends after timeout={self.timeout:g} seconds, before it is "
+                "reported; give a smaller report_after, or None for no reports"
+            )
+
+
+DEFAULT_TIMEOUTS = Timeouts()  # of who did not ask for other

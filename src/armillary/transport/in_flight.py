@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from armillary.plans.requests import Labelled, Program, Request
-from armillary.transport.scopes import Requests
+from armillary.transport.requests import Requests
 from armillary.transport.transport import Transport, Wait
 
 __all__ = ["InFlight", "LaunchQueue", "see_through", "start_coalesced"]
@@ -57,7 +57,7 @@ class InFlight:
 
 
 def start_coalesced(flights: Sequence[InFlight], transport: Transport) -> None:
-    """Each of these makes its first or next request; those that can be joined travel as one (see `scopes.py`)."""
+    """Each of these makes its first or next request; those that can be joined travel as one (see `requests.py`)."""
     if not flights:
         return
     asked = [(flight, request) for flight in flights if (request := flight.ask()) is not None]

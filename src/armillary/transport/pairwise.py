@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.topology import TURN_BYTES
 
 __all__ = ["LONG_BYTES", "Pairwise"]

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec
 
 from armillary.plans.requests import Message, Receive, Request, Send, sent_bytes
 from armillary.schedules.instructions import StageMessage
-from armillary.transport.scopes import Channel, Pending
+from armillary.transport.requests import Channel, Pending
 from armillary.transport.transport import Transport
 
 __all__ = ["AS_IT_IS", "CountedChannel", "Form", "Mailbox", "Room", "TensorForm", "Writing", "form_of"]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.exchanges.parcel import RankInfo
+from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import (
     AllGather,
     AllReduce,
@@ -38,12 +38,26 @@ from armillary.plans.requests import (
 )
 from armillary.plans.topology import TURN_BYTES
 from armillary.plans.trace import Record
-from armillary.transport.groups import OpenGroups, start_process_group
+from armillary.transport.groups import DEFAULT_TIMEOUTS, OpenGroups, Timeouts, start_process_group
 from armillary.transport.pairwise import LONG_BYTES, Pairwise
-from armillary.transport.rank_status import CLOSED, LET_GO, CallTracker, StatusStore
-from armillary.transport.request_order import Messages, OutOfOrder, asked, disagreement, in_numbers, is_doubtful
-from armillary.transport.scopes import Pending, Stretches, can_coalesce, coalesced, group_of, named, parted, place_in
-from armillary.transport.watchdog import DEFAULT_TIMEOUTS, Timeouts, Watchdog, shared_wait
+from armillary.transport.requests import (
+    Messages,
+    OutOfOrder,
+    Pending,
+    Stretches,
+    asked,
+    can_coalesce,
+    coalesced,
+    disagreement,
+    group_of,
+    in_numbers,
+    is_doubtful,
+    named,
+    parted,
+    place_in,
+    shared_wait,
+)
+from armillary.transport.watchdog import CLOSED, LET_GO, CallTracker, StatusStore, Watchdog
 
 __all__ = ["Transport", "Wait"]
 

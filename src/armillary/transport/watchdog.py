@@ -1,29 +1,223 @@
-"""Sees to it that nobody waits in silence: says where this rank stands, and who keeps it waiting.
+"""Sees to it that nobody waits in silence: where every rank stands, by the job's store, and who keeps this one waiting.
+
+A rank says which call it is in, what it waits for there and its step, or since when it has been outside; and the first
+error. That is in the job's store, so it reaches ranks that wait for a collective. Whoever asks is answered in time or
+not at all: the store may be in a process that has stopped.
 
 The thread that trains may be held in a wait of gloo's, which lets other threads run. One of ours writes every second
 where this rank stands, and looks at the others only while it waits long. A rank that stops writing has stopped, or is
 in a call that lets no thread run. Horovod's stall inspector is the model; it needs a coordinator, which there is none
-of here.
-
-Nothing here ends a wait: that is the timeout of the groups. Where a wait failed, `timeout_advice` says what to do, by
-the calls that the ranks are in. `CrashReport` tells the others of the error that ends this rank's program.
-`shared_wait` lets several threads have one answer, since a second wait for one of gloo's receives never ends.
+of here. Nothing here ends a wait: that is the timeout of the groups. Where a wait failed, `timeout_advice` says what to
+do, by the calls that the ranks are in.
 """
 
-import math
-import os
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
-from armillary.transport.rank_status import ABSENT, CLOSED, LET_GO, SILENT, CallTracker, RankStatus, StatusStore
+from armillary.transport.groups import Clients, CrashReport, Timeouts
 
-__all__ = ["DEFAULT_TIMEOUTS", "CrashReport", "Timeouts", "Watchdog", "repeats_others", "shared_wait", "timeout_advice"]
+__all__ = [
+    "ABSENT",
+    "CLOSED",
+    "LET_GO",
+    "SILENT",
+    "CallTracker",
+    "RankStatus",
+    "StatusStore",
+    "Watchdog",
+    "repeats_others",
+    "timeout_advice",
+]
+
+# Ends without an error, and no beginning.
+SILENT = "no sign of life"
+ABSENT = "has not come"
+CLOSED = "has closed its run"
+LET_GO = "ended its program, or let go of its run, without run.close()"
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Where a rank stood at one moment.
+
+    Args:
+        call: what the user called, empty outside. of: what of, for example a table.
+        wait: the request or message it waits for, empty if it computes; waited_seconds: for how long.
+        last: the call before.
+        seconds: since it entered the call, or left the last one.
+        beat: grows with every moment that is told.
+        end: how its program ended, if it did.
+    """
+
+    call: str = ""
+    of: str = ""
+    wait: str = ""
+    waited_seconds: float = 0.0
+    last: str = ""
+    seconds: float = 0.0
+    step: int = 0
+    beat: int = 0
+    end: str = ""
+
+    def __str__(self) -> str:
+        ago = f", {self.seconds:.0f} s ago" if not self.call else f", since {self.seconds:.0f} s"
+        return self.end or self.place + ago
+
+    @property
+    def place(self) -> str:
+        """Without the time."""
+        return self.end or (f"in {self.where}" if self.call else f"outside armillary since its {self.last or 'start'}")
+
+    @property
+    def where(self) -> str:
+        """The call, what it waits for and its step."""
+        call = f"{self.call} of {self.of}" if self.of else self.call
+        return ", ".join(filter(None, [call, self.wait, f"step {self.step}"]))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "RankStatus":
+        return RankStatus(**json.loads(text))
+
+
+class CallTracker:
+    """Where this rank stands now. Written by the thread that trains.
+
+    step: optimizer steps taken.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._call = self._of = self._last = self._wait = ""
+        self._since, self._waits_since = time.monotonic(), 0.0
+
+    @contextmanager
+    def within(self, call: str, of: str = "") -> Iterator[None]:
+        """Inside, the rank is in that call, unless it is in one already: what the user called counts."""
+        if self._call:
+            yield
+            return
+        self._since = time.monotonic()
+        self._of, self._call = of, call
+        try:
+            yield
+        finally:
+            self._last, self._call, self._of, self._since = call, "", "", time.monotonic()
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Inside, the rank waits for that."""
+        self._waits_since = time.monotonic()
+        self._wait = what
+        try:
+            yield
+        finally:
+            self._wait = ""
+
+    @property
+    def wait(self) -> tuple[str, float]:
+        """What it waits for, empty if nothing, and since when (time.monotonic())."""
+        return self._wait, self._waits_since
+
+    def now(self, beat: int = 0, end: str = "") -> RankStatus:
+        """Read while it moves, so two of its words may be of neighbouring moments."""
+        wait, waits_since = self.wait
+        now = time.monotonic()
+        waited = now - waits_since if wait else 0.0
+        return RankStatus(self._call, self._of, wait, waited, self._last, now - self._since, self.step, beat, end)
+
+
+ANSWER_SECONDS = 2.0
+T = TypeVar("T")
+
+
+class StatusStore:
+    """
+    Args:
+        clients: of the job's store.
+        name: of the transport, the same on its ranks.
+    """
+
+    def __init__(self, clients: Clients, name: str, rank: int, workers: int) -> None:
+        self.rank, self.workers = rank, workers
+        self._writing, self._store, self._name = clients.writing, clients.asking, name
+        self._asking: threading.Thread | None = None
+        self._is_lost = False  # the store is gone
+
+    def put(self, stand: RankStatus) -> None:
+        """Says where this rank stands. Waits for nobody."""
+        self._unless_lost(lambda: self._writing.set(self._key(self.rank), stand.to_json()))
+
+    def stands(self) -> dict[int, RankStatus] | None:
+        """By rank, of those on the board; None if the store does not answer."""
+
+        def read() -> dict[int, RankStatus]:
+            texts = {rank: self._get(self._key(rank)) for rank in range(self.workers)}
+            return {rank: RankStatus.from_json(text) for rank, text in texts.items() if text}
+
+        return self._soon(read)
+
+    def tell(self, error: str) -> str:
+        """Leaves word of an error. Returns the first word of any rank, which stays: this or another."""
+        return self._soon(lambda: str(self._store.compare_set(self._key("error"), "", error).decode())) or error
+
+    def told(self) -> str:
+        """The first word of any rank, empty if there is none."""
+        return self._soon(lambda: self._get(self._key("error"))) or ""
+
+    def leave(self, stand: RankStatus) -> None:
+        """This rank reads no more; its last stand can still be read. The last to leave wipes the board."""
+        self.put(stand)
+        self._soon(self._left)
+
+    def withdraw(self) -> None:
+        """This rank was never here, and said nothing: for a board whose name is used again."""
+        self._soon(lambda: [self._store.delete_key(self._key(what)) for what in (self.rank, "error")])
+
+    def _left(self) -> None:
+        if self._store.add(self._key("left"), 1) == self.workers:
+            for what in (*range(self.workers), "error", "left"):
+                self._store.delete_key(self._key(what))
+
+    def _key(self, what: object) -> str:
+        return f"armillary/{self._name}/{what}"
+
+    def _get(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def _soon(self, ask: Callable[[], T]) -> T | None:
+        """The answer, None if it does not come in time."""
+        answers: list[T] = []
+        before = self._asking
+        if before is not None and before.is_alive():
+            before.join(ANSWER_SECONDS)
+            if before.is_alive():  # it will be no better now
+                return None
+        asking = threading.Thread(
+            target=lambda: self._unless_lost(lambda: answers.append(ask())), name="armillary-board", daemon=True
+        )
+        with suppress(RuntimeError):  # no thread begins while the interpreter ends
+            asking.start()
+            self._asking = asking
+            asking.join(ANSWER_SECONDS)
+        return answers[0] if answers else None
+
+    def _unless_lost(self, act: Callable[[], Any]) -> None:
+        if self._is_lost:
+            return
+        try:
+            act()
+        except (RuntimeError, ValueError):  # its process has ended
+            self._is_lost = True
+
 
 # What gloo says of a peer that has left or did not come: not who, nor in what.
 _BARE = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
@@ -72,91 +266,6 @@ def timeout_advice(mine: RankStatus, peers: Sequence[RankStatus]) -> str:
         said.append(_CLOSED if mine.call == "evaluate" else _UNEVEN)
     text = "; ".join(dict.fromkeys(said))
     return text[:1].upper() + text[1:]
-
-
-class CrashReport:
-    """In force until `remove`. tell: is given one line."""
-
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell: Callable[[str], object] | None = tell
-        self._process = os.getpid()  # not of a process that was forked from this one
-        self._before = sys.excepthook
-        sys.excepthook = self
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._tell is not None and os.getpid() == self._process:
-            self._tell(f"{kind.__name__}: {error}")
-        self._before(kind, error, trace)
-
-    def remove(self) -> None:
-        """The hook before is in force again; where somebody else's has been put before this one, this does nothing."""
-        self._tell = None
-        while isinstance(sys.excepthook, CrashReport) and sys.excepthook._tell is None:
-            sys.excepthook = sys.excepthook._before
-
-
-def shared_wait(wait: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]]) -> Callable[[], Any]:
-    """waiting: entered by who comes while another waits."""
-    lock, found, errors = threading.Lock(), list[Any](), list[BaseException]()
-
-    def enter() -> None:
-        if found or errors:
-            return
-        try:
-            found.append(wait())
-        except BaseException as error:  # raised for everyone who waits
-            errors.append(error)
-
-    def answer() -> Any:
-        if not lock.acquire(blocking=False):
-            with waiting():
-                lock.acquire()
-        try:
-            enter()
-        finally:
-            lock.release()
-        if errors:
-            raise errors[0]
-        return found[0]
-
-    return answer
-
-
-REPORT_AFTER = 60.0
-
-
-@dataclass(frozen=True)
-class Timeouts:
-    """
-    Args:
-        report_after: seconds of one wait after which a rank prints who stands where, and again whenever as long has
-            passed; None: it never does. Its default is half of a shorter timeout.
-        timeout: seconds after which a wait ends in an error.
-
-    Raises:
-        ValueError: one is no positive number, or a wait would end before it is reported.
-    """
-
-    report_after: float | None = REPORT_AFTER
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in ("timeout", "report_after"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and 0 < value < math.inf) and not (name == "report_after" and value is None):
-                or_none = ", or None for no reports" if name == "report_after" else ""
-                raise ValueError(f"{name}: want a positive number of seconds{or_none}, got {value!r}")
-        if self.report_after == REPORT_AFTER and self.timeout <= REPORT_AFTER:
-            object.__setattr__(self, "report_after", self.timeout / 2)
-        if self.report_after is not None and self.report_after >= self.timeout:
-            raise ValueError(
-                f"report_after={self.report_after:g}: a wait ends after timeout={self.timeout:g} seconds, before it is "
-                "reported; give a smaller report_after, or None for no reports"
-            )
-
-
-DEFAULT_TIMEOUTS = Timeouts()  # of who did not ask for other
 
 
 BEAT_SECONDS = 1.0  # between two words of where this rank stands
