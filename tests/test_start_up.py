@@ -120,7 +120,7 @@ BASE = {"torch", "numpy", "safetensors", "scipy"}  # what `pip install armillary
 EXTRAS = {
     "typer": {"cli/"},
     "rich": {"cli/"},
-    "matplotlib": {"session/plot", "session/twin_page", "repurpose/shards"},
+    "matplotlib": {"session/plots", "session/simulate", "session/advice_page", "session/twin_page", "repurpose/shards"},
     "redis": {"feeds/redis_"},
 }
 BY_WISH = {"sklearn": {"workloads/"}}  # data of some workloads, which say what to install

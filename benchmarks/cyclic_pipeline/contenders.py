@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from armillary.schedules import Schedule
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.stages.interpreter import Interpreter

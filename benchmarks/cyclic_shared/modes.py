@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from armillary.plans import AllReduce, Message
 from armillary.schedules import Schedule
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.interpreter import Interpreter

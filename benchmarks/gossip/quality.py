@@ -12,7 +12,7 @@ import armillary
 from armillary.exchanges import build_dense
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.twin import Lockstep
-from armillary.workloads import images
+from armillary.workloads import vision
 
 __all__ = ["WAYS", "Digits", "digits", "trained"]
 
@@ -35,11 +35,11 @@ class Digits(NamedTuple):
 def digits() -> Digits:
     """Shuffled, the same every time. Made-up ones where scikit-learn, which brings them, is not installed."""
     try:
-        found = images.digits()
+        found = vision.digits()
         pixels = np.concatenate([found.train, found.held_out]).reshape(-1, 64)
         labels = np.concatenate([found.train_labels, found.held_out_labels])
     except ValueError:
-        made = images.patterns(images=400, side=8, classes=10)
+        made = vision.patterns(images=400, side=8, classes=10)
         pixels, labels = made.train.reshape(-1, 64), made.train_labels
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))
     scaled = torch.from_numpy(pixels).float()

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from armillary import local_losses
 from armillary.schedules import Schedule
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic_pipeline
 from armillary.schedules.local_losses import local_losses as local_table
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.stages.interpreter import Interpreter

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.workloads.images import FASHION_MNIST, fashion_mnist
+from armillary.workloads.vision import FASHION_MNIST, fashion_mnist
 
 __all__ = ["FASHION_MNIST", "Data", "accuracy", "batches", "data", "loss", "resnet20"]
 

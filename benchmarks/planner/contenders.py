@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from armillary import Plan, Profile, Topology, plan
-from armillary.planning.alternatives import CHOSEN, alternatives
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
+from armillary.session.autotune import CHOSEN, alternatives
 
 __all__ = ["AGAIN", "contenders"]
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from armillary import Plan, assumptions_of, auto_plan
-from armillary.planning.alternatives import CHOSEN, by_simulation
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
+from armillary.session.autotune import CHOSEN, by_simulation
 from armillary.transport.transport import Transport
 from benchmarks.measuring.measure import Lend, Rounds, all_alive, interleave, rehearse
 from benchmarks.measuring.record import machine

@@ -13,8 +13,8 @@ from small_models import OPTIMIZERS, Reader, made, word_batch, word_loss
 import armillary
 import face
 from armillary.exchanges import build_row
-from armillary.measuring import row_exchanges as owner_trials
-from armillary.measuring.row_exchanges import row_seconds
+from armillary.session import plan_job as owner_trials
+from armillary.session.plan_job import row_seconds
 from armillary.transport.transport import Transport
 
 MINE = Path(__file__).parents[2] / "examples" / "my_workload.py"

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from armillary.cli.main import app
-from armillary.planning.alternatives import AHEAD, CHOSEN
 from armillary.plans import Link, Plan, Profile, Topology
+from armillary.session.autotune import AHEAD, CHOSEN
 
 SMALL = ("language_model", "--small")
 PNG = b"\x89PNG"

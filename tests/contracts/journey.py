@@ -15,12 +15,12 @@ from armillary.exchanges import DENSE, State, build_dense
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
 from armillary.plans import Choice, ParameterFact, Plan, Profile
+from armillary.plans.group import Band
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.session.attach import attach
 from armillary.session.compare import compare_run
 from armillary.session.plan_job import JobRequest
 from armillary.session.run import Run
-from armillary.session.tolerance import Band
 from armillary.session.train import train
 from armillary.session.train_settings import Settings
 from armillary.session.verify import verify_workload

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from armillary.reference.versions import Reference
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.stages.interpreter import Interpreter

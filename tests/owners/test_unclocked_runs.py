@@ -32,10 +32,10 @@ from armillary.cli.terminal import ended_page
 from armillary.planning.planner import plan
 from armillary.planning.request import PlanRequest
 from armillary.plans import Choice, Plan
+from armillary.plans.group import Band
 from armillary.schedules import options_of
 from armillary.session.compare import compare_run
 from armillary.session.plan_job import JobRequest
-from armillary.session.tolerance import Band
 from armillary.session.train import train
 from armillary.session.train_settings import Settings
 from forked import Job

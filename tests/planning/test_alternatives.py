@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.planning import alternatives as alternatives_file
-from armillary.planning.alternatives import AHEAD, CHOSEN, alternatives, at_once, best, by_simulation, with_prefetch
-from armillary.planning.other_ways import OTHER
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import SGD, Case
+from armillary.planning.quicker_ways import OTHER
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.planning.step_time import with_expected
 from armillary.plans import Choice
+from armillary.session import autotune as alternatives_file
+from armillary.session.autotune import AHEAD, CHOSEN, alternatives, at_once, best, by_simulation, with_prefetch
 from planning_cases import dense, machines, model, table
 
 PROFILE = model(table("a", 0), table("b", 1, rows=1000, alpha=0.5), dense("d", 1000, 2))

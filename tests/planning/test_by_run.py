@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 import armillary
-from armillary.planning.loop_schedules import stepping
-from armillary.planning.other_ways import OTHER
 from armillary.planning.pricing import Case
+from armillary.planning.quicker_ways import OTHER, stepping
 from armillary.planning.request import PlanRequest
 from armillary.plans import Link, Topology
 from armillary.session.plan_job import JobRequest, ModelToPlan, plan_job

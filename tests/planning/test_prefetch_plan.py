@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from armillary.exchanges.look_up import HEADER_BYTES
-from armillary.planning.other_ways import OTHER
 from armillary.planning.planner import plan
 from armillary.planning.prefetch import NO_TABLE, NOTE, OFF, prefetching, with_announcements
 from armillary.planning.pricing import ADAM, SGD, Case
+from armillary.planning.quicker_ways import OTHER
 from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Plan, seconds_text
 from planning_cases import LINKS_ONLY, dense, machines, model, table

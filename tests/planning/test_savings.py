@@ -7,14 +7,14 @@ import pytest
 import face
 from armillary.codecs import CODECS
 from armillary.exchanges import dense_exchanges
-from armillary.planning.alternatives import EXACT, alternatives
 from armillary.planning.notes import NOT_TIMED, WORTH_SAYING
-from armillary.planning.other_ways import OTHER
 from armillary.planning.planner import bucketings, plan
 from armillary.planning.pricing import SGD, Case
+from armillary.planning.quicker_ways import OTHER
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.plans import Choice, seconds_text
+from armillary.session.autotune import EXACT, alternatives
 from planning_cases import dense, machines, model, table
 
 PROFILE = model(*(dense(f"layer{n}.weight", 600_000, n) for n in range(3)), seconds=0.01)

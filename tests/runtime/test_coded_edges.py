@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from armillary.codecs import CODECS, codec_of
-from armillary.codecs.edges import at_places, guarded
+from armillary.codecs.registry import at_places, guarded
 from armillary.codecs.threshold import sparse_bytes
 from armillary.plans import Choice
 from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference
 from armillary.schedules import Edge, codes_of
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic_pipeline
 from armillary.schedules.edges import SAME, draw_of
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b

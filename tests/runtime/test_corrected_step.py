@@ -7,8 +7,7 @@ from torch.func import functional_call
 from armillary.reference.versions import Reference
 from armillary.schedules import build_correction
 from armillary.schedules.corrections.stable_rate import rate_scale
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.simultaneous import simultaneous
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.optimizer_step import CorrectedStep

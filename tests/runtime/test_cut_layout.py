@@ -6,8 +6,7 @@ from torch import nn, optim
 
 from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.random_streams import plain
 from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.interpreter import Interpreter

@@ -18,8 +18,7 @@ from armillary.reference.versions import Reference
 from armillary.schedules import Clip, StageMessage, read
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.costs import copies_held, held_copies
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.routes import NORM_BYTES
 from armillary.schedules.shared_stages import SharedPlacement, devices_for
 from armillary.stages.train_spec import TrainSpec

@@ -12,8 +12,7 @@ from torch import nn
 import modes
 from armillary.schedules import NORMS, Clip
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b

@@ -9,8 +9,7 @@ import modes
 from armillary.schedules import Schedule
 from armillary.schedules import lower_ring as relay
 from armillary.schedules import routes as messages
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.rank_list import ScheduledAction
 from armillary.schedules.shared_stages import SharedPlacement
 from armillary.schedules.simultaneous import simultaneous

@@ -17,7 +17,7 @@ ROOT = Path(armillary.__file__).parent
 ROOM = ROOT / "prefetch"
 FILES = {"predictor.py", "prefetcher.py"}  # that run where something is prefetched
 DELAY = {"delayed_gradients.py"}  # where gradients wait, too
-MAY_IMPORT = {"prefetch/kinds.py"}  # who picks the kind
+MAY_IMPORT = {"session/hooks_state.py"}  # who picks the kind
 
 
 def entered(rank, begin, model, optimizer):

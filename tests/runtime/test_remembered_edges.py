@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from armillary.codecs import codec_of
-from armillary.codecs.edges import guarded
+from armillary.codecs.registry import guarded
 from armillary.plans import Choice
 from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference
 from armillary.schedules import Edge, codes_of
 from armillary.schedules import edges as edge_file
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic_pipeline
 from armillary.schedules.edges import SAME, sample_keys
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b

@@ -5,8 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.rank_list import ActionQueue
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from armillary.plans import Choice
 from armillary.schedules import Clip, read
 from armillary.schedules.clipping import square_of_stage, square_of_step
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.routes import (
     carrier,
     closing,

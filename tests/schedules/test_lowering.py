@@ -8,8 +8,7 @@ import pytest
 from armillary.schedules import Action, Clip, Schedule, StageMessage
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.checker import Setting, flaw
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.instructions import Holdings, Instruction, operation

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.routes import closing, owner_of, sum_path, weight_path
 from schedule_messages import pipeline_messages, ring_messages
 

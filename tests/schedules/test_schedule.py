@@ -7,8 +7,7 @@ import pytest
 from armillary.plans import Choice
 from armillary.schedules import SCHEDULES, Action, Schedule, read
 from armillary.schedules.accumulation import accumulation
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.gpipe import gpipe
 from armillary.schedules.one_f_one_b import one_f_one_b
 from schedule_pictures import parse

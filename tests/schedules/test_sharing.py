@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.schedules import Action, Clip
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.shared_stages import SharedPlacement, devices_for, workers_on
 from schedule_messages import shared_messages
 

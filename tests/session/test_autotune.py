@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from armillary.cli.names import find, small
-from armillary.planning.alternatives import AHEAD
 from armillary.planning.request import PlanRequest
 from armillary.plans import Choice
 from armillary.profiler.profiler import profile
 from armillary.session import autotune
 from armillary.session import plan_job as decide_file
+from armillary.session.autotune import AHEAD
 from armillary.session.double_precision import uniform_plan
 from armillary.session.plan_job import JobRequest, first_batches, model_to_plan, open_transport, plan_job
 from armillary.transport.groups import Timeouts

@@ -11,10 +11,10 @@ from armillary.cli.main import app
 from armillary.cli.names import UNEQUAL
 from armillary.planning.request import PlanRequest
 from armillary.plans import Choice, Plan, Profile
+from armillary.plans.group import Band
 from armillary.plans.units import WIDTH
 from armillary.session.compare import compare_run
 from armillary.session.plan_job import JobRequest
-from armillary.session.tolerance import Band
 from armillary.session.traffic_meter import OTHER, STEP
 from armillary.session.train import train
 from armillary.session.train_settings import Settings

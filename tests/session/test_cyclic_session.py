@@ -18,7 +18,7 @@ from armillary.profiler.profiler import profile
 from armillary.reference.versions import Reference
 from armillary.schedules import SCHEDULES, options_of, read
 from armillary.schedules.random_streams import place_seed, seed_from_step
-from armillary.session import verify_schedule as cyclic_verify
+from armillary.session import verifiers as cyclic_verify
 from armillary.session.attach import attach
 from armillary.session.events import Ended, Evaluated, PlannedJob, Resumed, Saved
 from armillary.session.plan_job import JobRequest

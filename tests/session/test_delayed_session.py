@@ -18,7 +18,7 @@ from armillary.reference.versions import Reference, WorkersReference
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.simultaneous import simultaneous
 from armillary.session import truth as schedule_truth
-from armillary.session import verify_schedule
+from armillary.session import verifiers
 from armillary.session.attach import attach
 from armillary.session.plan_job import JobRequest
 from armillary.session.report import held_by_group
@@ -133,17 +133,17 @@ def test_four_workers_are_equal_to_rounding_and_what_only_rounding_moves_is_not_
 
 def verify_against_another_rule(rank, world, rule):
     """The reference is told another rule than the run."""
-    kept = verify_schedule._truth, schedule_truth.WorkersReference
+    kept = verifiers._truth_of_schedule, schedule_truth.WorkersReference
     if rule == "fresh":
         schedule_truth.WorkersReference = FreshReference
     else:
-        verify_schedule._truth = lambda case, is_whole: kept[0](
+        verifiers._truth_of_schedule = lambda case, is_whole: kept[0](
             dataclasses.replace(case, plan=dataclasses.replace(case.plan, schedule=LATE)), is_whole
         )
     try:
         return verify_job(rank, world, [(*VIT, CLIPPED)])[0]
     finally:
-        verify_schedule._truth, schedule_truth.WorkersReference = kept
+        verifiers._truth_of_schedule, schedule_truth.WorkersReference = kept
 
 
 class FreshReference(WorkersReference):

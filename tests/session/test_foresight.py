@@ -16,11 +16,10 @@ from armillary.planning.planner import plan
 from armillary.planning.pricing import SGD, Case
 from armillary.planning.simulator import simulate
 from armillary.plans import Choice, Forecast, Record, Topology, Trace, page_text
+from armillary.plans.group import Band
 from armillary.session.attach import attach
 from armillary.session.compare import compare_run
-from armillary.session.plot_scaling import plot_scaling
-from armillary.session.simulate import powers_of_two, scaling
-from armillary.session.tolerance import Band
+from armillary.session.simulate import plot_scaling, powers_of_two, scaling
 from armillary.session.traffic_meter import OTHER
 from planning_cases import dense, machines, model, table
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for

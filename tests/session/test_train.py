@@ -18,13 +18,13 @@ from armillary.exchanges.look_up import HEADER_BYTES, announcement_bytes
 from armillary.planning.prefetch import prefetching
 from armillary.planning.request import PlanRequest
 from armillary.plans import Choice, Plan, Trace
+from armillary.plans.group import Band
 from armillary.session import plan_job as decide_file
 from armillary.session.compare import compare_run
 from armillary.session.double_precision import InDouble
 from armillary.session.events import Ended, Evaluated, PlannedJob, Progress, Resumed, Saved, Warned
 from armillary.session.plan_job import JobRequest, assumptions_of
 from armillary.session.run_folder import claim_folder, keep_others_out, open_folder, run_folder
-from armillary.session.tolerance import Band
 from armillary.session.traffic_meter import STEP
 from armillary.session.train import train
 from armillary.session.train_settings import Settings

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import armillary
-from armillary.session import verify_schedule
+from armillary.session import verifiers
 from armillary.stages import stages as cutting
 from armillary.stages import tracer
 
@@ -171,7 +171,7 @@ def test_the_stages_stand_in_a_row_of_their_own_beside_the_run(crew, schedule):
 
 def of_another_run(rank, world, schedule):
     """A run that is not what the plan says: its second stage reads half of what it is handed."""
-    real = verify_schedule.attach
+    real = verifiers.attach
 
     def faulty(plan, model, *given, **asked):
         run = real(plan, model, *given, **asked)
@@ -179,11 +179,11 @@ def of_another_run(rank, world, schedule):
         last.register_forward_pre_hook(lambda module, value: ({n: one * 0.5 for n, one in value[0].items()},))
         return run
 
-    verify_schedule.attach = faulty
+    verifiers.attach = faulty
     try:
         return verified(Skip, schedule)
     finally:
-        verify_schedule.attach = real
+        verifiers.attach = real
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "pipeline"])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from armillary.workloads import parallel_text as bleu
+from armillary.workloads import translation as bleu
 
 REFERENCE = [5, 6, 7, 8, 9, 10]
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.workloads import parallel_text, translation
-from armillary.workloads.parallel_text import BEGIN, END, PAD
+from armillary.workloads import translation
+from armillary.workloads.translation import BEGIN, END, PAD
 
 
 def small_and_model():
@@ -52,7 +52,7 @@ def test_global_batches_hold_sentences_of_similar_length():
 
 
 def test_the_made_up_language_is_the_source_backwards():
-    text = parallel_text.reversed_words(words=5, pairs=20, longest=4)
+    text = translation.reversed_words(words=5, pairs=20, longest=4)
     for source, target in zip(text.train.source, text.train.target, strict=True):
         said = source[source != PAD][:-1].tolist()
         assert target[target != PAD].tolist() == [BEGIN, *reversed(said), END]
@@ -67,7 +67,7 @@ def write_help(root, paragraphs):
 
 @pytest.fixture
 def a_help(tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_text, "HELP", tmp_path)
+    monkeypatch.setattr(translation, "HELP", tmp_path)
     english = {i: f"the <b>cat</b> number{i} &amp; co" for i in range(200)} | {200: "Same", 201: "only here"}
     german = {i: f"die Katze nummer{i}" for i in range(200)} | {200: "Same"}
     write_help(tmp_path / "en-US", english)
@@ -76,18 +76,18 @@ def a_help(tmp_path, monkeypatch):
 
 
 def test_pairs_share_their_paragraph_id_and_are_translated(a_help):
-    english, german = (parallel_text.paragraphs(a_help / side) for side in ("en-US", "de"))
-    pairs = parallel_text.pairs_of(english, german)
+    english, german = (translation.paragraphs(a_help / side) for side in ("en-US", "de"))
+    pairs = translation.pairs_of(english, german)
     assert pairs[7] == ("the cat number7 & co", "die Katze nummer7")
     assert len(pairs) == 200
 
 
 def test_every_fiftieth_pair_is_held_out_and_its_words_are_not_learned(a_help):
-    text = parallel_text.libreoffice("de", longest=9, min_count=1, cache=str(a_help / "cache"))
+    text = translation.libreoffice("de", longest=9, min_count=1, cache=str(a_help / "cache"))
     assert (len(text.train), len(text.held_out)) == (196, 4)
     assert {f"number{i}" for i in (25, 75, 125, 175)}.isdisjoint(text.source_words)
     assert len([word for word in text.target_words if word.startswith("nummer")]) == 196
-    again = parallel_text.libreoffice("de", longest=9, min_count=1, cache=str(a_help / "cache"))
+    again = translation.libreoffice("de", longest=9, min_count=1, cache=str(a_help / "cache"))
     np.testing.assert_array_equal(text.train.source, again.train.source)
     assert text.target_words == again.target_words
 
@@ -99,16 +99,16 @@ def test_a_missing_language_names_the_command_that_installs_it(a_help):
 
 def test_pairs_too_long_are_refused_with_the_option_to_change(a_help):
     with pytest.raises(ValueError, match="raise `longest`"):
-        parallel_text.libreoffice("de", longest=2, min_count=1, cache=str(a_help / "cache"))
+        translation.libreoffice("de", longest=2, min_count=1, cache=str(a_help / "cache"))
 
 
 @pytest.mark.skipif(
-    not (parallel_text.HELP / "de" / "text").is_dir(),
+    not (translation.HELP / "de" / "text").is_dir(),
     reason="needs real help pages: apt-get install libreoffice-help-en-us libreoffice-help-de",
 )
 def test_the_real_help_is_parsed_into_tens_of_thousands_of_pairs(tmp_path):
     work = translation.workload(cache=str(tmp_path))
     assert len(work.text.train) > 20_000
     assert {"LibreOffice", "die", "und"} <= set(work.text.target_words)
-    unknown = (work.text.train.target == parallel_text.UNKNOWN).sum() / (work.text.train.target != PAD).sum()
+    unknown = (work.text.train.target == translation.UNKNOWN).sum() / (work.text.train.target != PAD).sum()
     assert unknown < 0.1

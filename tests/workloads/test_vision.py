@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.workloads import images, vision
-from armillary.workloads import images as resnet
-from armillary.workloads import images as vit
+from armillary.workloads import vision
+from armillary.workloads import vision as resnet
+from armillary.workloads import vision as vit
 
 
 def idx(array):
@@ -19,13 +19,13 @@ def idx(array):
 def test_an_idx_file_reads_back(tmp_path):
     array = np.random.default_rng(0).integers(0, 256, (3, 4, 5)).astype(np.uint8)
     (tmp_path / "a.gz").write_bytes(gzip.compress(idx(array)))
-    np.testing.assert_array_equal(images.read_idx(tmp_path / "a.gz"), array)
+    np.testing.assert_array_equal(vision.read_idx(tmp_path / "a.gz"), array)
     (tmp_path / "b.gz").write_bytes(gzip.compress(b"\x89PNG and so on"))
     with pytest.raises(ValueError, match=r"b\.gz is not an IDX file"):
-        images.read_idx(tmp_path / "b.gz")
+        vision.read_idx(tmp_path / "b.gz")
     (tmp_path / "c.gz").write_bytes(gzip.compress(idx(array))[:-9])
     with pytest.raises(ValueError, match=r"c\.gz is damaged or no gzip file .*; fetch it anew"):
-        images.read_idx(tmp_path / "c.gz")
+        vision.read_idx(tmp_path / "c.gz")
 
 
 def test_fashion_mnist_is_padded_to_32_by_black(tmp_path, monkeypatch):
@@ -35,15 +35,15 @@ def test_fashion_mnist_is_padded_to_32_by_black(tmp_path, monkeypatch):
         (tmp_path / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels)))
         labels = np.arange(count, dtype=np.uint8)
         (tmp_path / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
-    monkeypatch.setattr(images, "FASHION_MNIST", tmp_path)
-    found = images.fashion_mnist()
+    monkeypatch.setattr(vision, "FASHION_MNIST", tmp_path)
+    found = vision.fashion_mnist()
     assert found.train.shape == (6, 32, 32) and found.held_out.shape == (4, 32, 32) and found.classes == 6
     assert (found.train > 0).sum() == 6 * 28 * 28 and (found.held_out > 0).sum() == 4 * 28 * 28
     np.testing.assert_array_equal(found.held_out[:, 2:-2, 2:-2], pixels)
 
 
 def test_missing_images_name_the_command_and_the_stand_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "FASHION_MNIST", tmp_path)
+    monkeypatch.setattr(vision, "FASHION_MNIST", tmp_path)
     with pytest.raises(ValueError, match=r"apt-get install dataset-fashion-mnist .*data=digits"):
         vision.workload()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -52,17 +52,17 @@ def test_missing_images_name_the_command_and_the_stand_in(tmp_path, monkeypatch)
 
 
 @pytest.mark.skipif(
-    not images.FASHION_MNIST.is_dir(), reason="needs real images: apt-get install dataset-fashion-mnist"
+    not vision.FASHION_MNIST.is_dir(), reason="needs real images: apt-get install dataset-fashion-mnist"
 )
 def test_the_real_images_are_balanced():
-    found = images.fashion_mnist()
+    found = vision.fashion_mnist()
     np.testing.assert_array_equal(np.bincount(found.train_labels), [6000] * 10)
     np.testing.assert_array_equal(np.bincount(found.held_out_labels), [1000] * 10)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="needs pip install scikit-learn")
 def test_the_digits_of_scikit_learn_are_all_there():
-    found = images.digits()
+    found = vision.digits()
     assert len(found.train) + len(found.held_out) == 1797
     assert found.classes == 10 and found.train.max() == 240
 

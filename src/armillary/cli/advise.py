@@ -16,9 +16,9 @@ from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 from armillary.session.advice_page import AdvicePage
 from armillary.session.advise import asked_of_all
+from armillary.session.asked_methods import Typed, situation_of
 from armillary.session.plan_job import model_to_plan
 from armillary.session.run_folder import can_draw
-from armillary.session.situation import Typed, situation_of
 
 __all__ = ["advise_asked"]
 

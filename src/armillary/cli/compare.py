@@ -7,9 +7,9 @@ from typing import NoReturn
 from armillary.cli.launch import run_in_workers
 from armillary.cli.names import UNEQUAL
 from armillary.cli.terminal import as_json, console_here, put
+from armillary.plans.group import Band
 from armillary.plans.units import Page, Table
 from armillary.session.compare import Compared, ComparedLine, compare_run
-from armillary.session.tolerance import Band
 
 __all__ = ["compare_asked"]
 

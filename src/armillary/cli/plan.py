@@ -9,7 +9,6 @@ from armillary.cli.launch import count_of, rank, run_in_workers
 from armillary.cli.request import AskedPlan, AskedWorkload
 from armillary.cli.resolve import job_request_of, refuse_unnamed, workload_of
 from armillary.cli.terminal import as_json, console_here, decided_page, put
-from armillary.planning.alternatives import alternatives, by_simulation, with_prefetch
 from armillary.planning.demand import PRICE
 from armillary.planning.notes import Verdict
 from armillary.planning.planner import explain
@@ -19,6 +18,7 @@ from armillary.planning.simulator import simulate
 from armillary.plans.group import Forecast
 from armillary.plans.plan import SIMULTANEOUS
 from armillary.plans.units import Page, Table
+from armillary.session.autotune import alternatives, by_simulation, with_prefetch
 from armillary.session.plan_job import JobRequest, assumptions_of, model_to_plan, plan_job, prepared
 from armillary.session.run_folder import write_plan
 from armillary.session.workload import Workload

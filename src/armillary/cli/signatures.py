@@ -32,8 +32,8 @@ from armillary.cli.request import (
     WorkloadOptions,
     read_plan,
 )
+from armillary.plans.group import Band
 from armillary.session.run_folder import refuse_not_ended, refuse_unwritable
-from armillary.session.tolerance import Band
 
 __all__ = ["advise", "compare", "measure", "plan", "residency", "simulate", "train", "twin", "verify"]
 

@@ -36,7 +36,7 @@ from armillary.plans.units import Page, Table, count_text, wrapped
 from armillary.profiler.profiler import profile
 from armillary.session.plan_job import JobRequest, assumptions_of, model_to_plan, prepared
 from armillary.session.run_folder import beside_plan, can_draw, open_folder
-from armillary.session.simulate import PROFILED_WORKERS, Scaling, Simulated, powers_of_two, scaling
+from armillary.session.simulate import PROFILED_WORKERS, Scaling, Simulated, plot_scaling, powers_of_two, scaling
 from armillary.session.workload import Workload
 from armillary.stages.stages import refuse_uncut
 
@@ -85,8 +85,6 @@ def scale(wanted: Wanted, topology: Topology, topology_file: Path | None, out: P
     lines = [*said_of(topology, topology_file), *_said_of_curves(), *said]
     (out / "scaling.json").write_text(as_json({"assumed": lines, "workloads": found}) + "\n")
     if can_draw(out / "scaling.png"):
-        from armillary.session.plot_scaling import plot_scaling
-
         plot_scaling(found, lines).savefig(out / "scaling.png")
     return found
 

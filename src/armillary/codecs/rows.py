@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.codecs.edges import GUARD_BYTES
-from armillary.codecs.registry import CODECS, Codec, codec_of
+from armillary.codecs.registry import CODECS, GUARD_BYTES, Codec, codec_of
 from armillary.plans.choice import Choice
 
 __all__ = ["AS_THEY_ARE", "RowCode", "RowCodes", "row_code"]

@@ -10,7 +10,7 @@ whoever updates them. One more exchange is one more file that registers a factor
 of it: when it is worth pricing (`offers`), what it asks of the links (`legs`), and in what it is not exact (`departs`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from types import MappingProxyType
@@ -23,8 +23,9 @@ from armillary.exchanges.dense import DenseExchange, EarlyLegs, Legs, exact_sum
 from armillary.exchanges.ownership import Ownership
 from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import is_theirs, told, why_not_given
-from armillary.plans.group import checked
+from armillary.plans.group import Group, checked
 from armillary.plans.parcel import RankInfo
+from armillary.plans.plan import Consensus
 from armillary.plans.profile import ParameterFact
 from armillary.plans.registry import Registry, examples_of
 from armillary.plans.requests import Program
@@ -44,11 +45,12 @@ __all__ = [
     "Staying",
     "build_dense",
     "build_row",
+    "consensus_of",
     "dense_exchange",
     "dense_exchanges",
     "row_exchange",
     "row_exchanges",
-]  # fmt: skip
+]
 
 
 Counts = tuple[int, ...]  # one number per rank
@@ -255,3 +257,10 @@ def _made(entry: ExchangeEntry, choice: Choice) -> Any:
         raise ValueError(f"exchange: {choice.name} refuses options {dict(choice.options)}: {why}")
     make = told(f"exchange {choice} cannot be made", entry.make) if is_theirs(entry.make) else entry.make
     return make(**choice.options)
+
+
+def consensus_of(ordered: Iterable[Group]) -> Consensus:
+    """What the model is between two steps: with replicas that differ, their mean."""
+    dense = [group.own_exchange for group in ordered if group.own_exchange.name in dense_exchanges()]
+    alike = all(build_dense(one.name, **one.options).keeps_replicas_alike for one in dense)
+    return "same" if alike else "mean"

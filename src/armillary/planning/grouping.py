@@ -13,7 +13,7 @@ Source: Li et al., PyTorch Distributed (VLDB 2020): the size of buckets as a tra
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
@@ -23,22 +23,12 @@ from armillary.planning.pricing import Case, dense_forecast, idle_round
 from armillary.planning.simulator import quickest, simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
-from armillary.plans.plan import Consensus, Plan
+from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact
 from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 
-__all__ = [
-    "WHOLE",
-    "by_clock",
-    "consensus_of",
-    "counted",
-    "dense_group",
-    "groups",
-    "is_ownerless",
-    "sizes",
-    "with_idle_round",
-]
+__all__ = ["WHOLE", "by_clock", "counted", "dense_group", "groups", "is_ownerless", "sizes", "with_idle_round"]
 
 LARGE = BucketLimits(25 * MIB, 25 * MIB)  # DDP's
 ONE = BucketLimits(sys.maxsize, sys.maxsize)
@@ -173,13 +163,6 @@ def dense_group(
     cadence = build_dense(choice.name, **choice.options).cadence
     departures = dense_exchanges()[choice.name].departs
     return Group(name, parameters, "replicated", choice, 0, cadence, departures, forecast, reason)
-
-
-def consensus_of(ordered: Iterable[Group]) -> Consensus:
-    """What the model is between two steps: with replicas that differ, their mean."""
-    dense = [group.own_exchange for group in ordered if group.own_exchange.name in dense_exchanges()]
-    alike = all(build_dense(one.name, **one.options).keeps_replicas_alike for one in dense)
-    return "same" if alike else "mean"
 
 
 def _said(names: Sequence[str], reason: str, members: int) -> str:

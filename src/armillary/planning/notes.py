@@ -10,15 +10,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_dense, build_row, consensus_of, dense_exchanges, row_exchanges
 from armillary.planning.activities import least_seconds
 from armillary.planning.candidates import Candidate, Question, allowed, candidates
 from armillary.planning.constraints import allows, why_not, why_not_by_row
 from armillary.planning.demand import MAY_BE_ALLOWED
-from armillary.planning.grouping import consensus_of, dense_group, is_ownerless
+from armillary.planning.grouping import dense_group, is_ownerless
 from armillary.planning.memory import needed_bytes
-from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, dense_forecast, idle_round
+from armillary.planning.quicker_ways import OtherWay
 from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Group

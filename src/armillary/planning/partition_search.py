@@ -3,7 +3,7 @@
 More partitions share the work of the owners, and each costs something of its own: seconds = theta0 + theta1 / P +
 theta2 P. A few numbers of partitions are timed by doubling and halving, the model is fitted, and the best whole number
 between the smallest and the largest tried is taken. Seconds are those of exchanges timed in the job
-(`measuring/row_exchanges.py`), else of the forecast. A table for which the user spells out an exchange with its options
+(`session/plan_job.py`), else of the forecast. A table for which the user spells out an exchange with its options
 has nothing to search.
 
 Source: Parallax (Kim et al., EuroSys 2019, partitioning) and its code (`common/partitions.py`). Departures: every table

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from armillary.exchanges.averaged_gradients import why_not_beside
-from armillary.exchanges.exchange import build_dense, dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_dense, consensus_of, dense_exchanges, row_exchanges
 from armillary.planning.candidates import Candidate, Question, candidate, default_limits, peak_bytes, ruled
 from armillary.planning.constraints import (
     LISTED,
@@ -28,8 +28,7 @@ from armillary.planning.constraints import (
     resolve,
 )
 from armillary.planning.demand import PRICE, Constraint
-from armillary.planning.grouping import WHOLE, by_clock, consensus_of, groups, sizes
-from armillary.planning.loop_schedules import WORTH, fitting, may_cut, quickest, step_seconds, stepping
+from armillary.planning.grouping import WHOLE, by_clock, groups, sizes
 from armillary.planning.memory import NothingFits, cheapest, fit, margin, menu, refuse_too_large
 from armillary.planning.notes import (
     Verdict,
@@ -41,15 +40,14 @@ from armillary.planning.notes import (
     with_named_weighed,
     with_taken,
 )
-from armillary.planning.other_ways import with_quickest
 from armillary.planning.owner_plan import plan_owned
 from armillary.planning.partition_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.prefetch import looking_ahead, prefetching_as_asked, prefetching_by_price
 from armillary.planning.pricing import ADAM, Assumptions, Case
-from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
+from armillary.planning.quicker_ways import WORTH, fitting, may_cut, quickest, step_seconds, stepping, with_quickest
+from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named, staged_request
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.planning.stage_plan import plan_staged, plan_uncut
-from armillary.planning.stage_request import staged_request
 from armillary.planning.step_time import with_expected, with_slower_said
 from armillary.plans.choice import Choice
 from armillary.plans.factory_errors import exact_keywords

@@ -13,8 +13,8 @@ from armillary.exchanges.exchange import RowExchange, build_row, row_exchanges
 from armillary.exchanges.look_up import PREDICTED, announcement_bytes, round_leg
 from armillary.planning.activities import least_seconds, payer
 from armillary.planning.link_costs import leg_seconds, staying_share
-from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, assumptions_behind, idle_leg, row_forecast, row_work
+from armillary.planning.quicker_ways import OtherWay
 from armillary.planning.simulator import quickest, simulate
 from armillary.plans.group import Forecast, Group, PrefetchKind
 from armillary.plans.plan import Plan

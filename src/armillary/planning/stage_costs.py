@@ -21,8 +21,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from armillary.codecs.edges import GUARD_BYTES
-from armillary.codecs.registry import CODECS
+from armillary.codecs.registry import CODECS, GUARD_BYTES
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.planning.candidates import arrival_of, buckets, default_limits
 from armillary.planning.constraints import PLAIN

@@ -5,10 +5,12 @@ A plan without stages has one, with every default. Groups say by number which st
 A departure is a word, with one sentence, for how training under a plan may differ from training in one process. A group
 lists the words that are true of it; none means exact. Methods state their own words in their registry entries, so
 nobody else judges a method by its name. What departs is never taken by price.
+
+A `Band` says how far a run may lie from its forecast and still be as it was foreseen.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -18,6 +20,7 @@ __all__ = [
     "DEPARTURES",
     "EXACT",
     "PREFETCH_KINDS",
+    "Band",
     "Cadence",
     "Forecast",
     "Group",
@@ -179,3 +182,31 @@ class Group:
                 f"plan: group {self.name!r} is {self.layout}: prefetch {self.prefetch!r}; want none, or for a "
                 f"row_sharded group one of {sorted(PREFETCH_KINDS)}"
             )
+
+
+# Of what the band leaves to the whole step: as much of it may a group use up that is out by more than its own band.
+# With the default bands: 0.1 % of the step's bytes, which are counted, and 1 % of its memory and of its seconds.
+SMALL_PARTS = {"sent_bytes": 1 / 20, "memory_bytes": 1 / 10, "seconds": 1 / 15}
+
+
+@dataclass(frozen=True)
+class Band:
+    """Largest difference between forecast and measured, as a share of the larger of the two.
+
+    decided_bytes: instead of sent_bytes, where the data decide how much is sent.
+    """
+
+    sent_bytes: float = 0.02
+    memory_bytes: float = 0.10
+    seconds: float = 0.15
+    decided_bytes: float = 0.30
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in asdict(self).items() if not 0 <= value <= 1}
+        if wrong:
+            raise ValueError(f"compare: a band is a share between 0 and 1, got {wrong}")
+
+    @property
+    def small(self) -> Forecast:
+        """Shares of the whole step: differences of a group below them are let pass."""
+        return Forecast(**{name: part * getattr(self, name) for name, part in SMALL_PARTS.items()})

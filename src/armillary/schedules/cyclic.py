@@ -1,13 +1,18 @@
-"""Cyclic data parallelism: workers one uniform delay apart, so that memory and traffic are even over time.
+"""The cyclic tables: workers one uniform delay apart, on their own or along a pipeline. Memory and traffic are even.
 
-Worker i starts i T / N after worker 0 (T: one forward and backward of the whole model) and never pauses
-between steps. A stage reads the newest weights where they exist in time, else those one step older: with C_j
-the share of the forward and backward cost that lies before stage j, stage j of worker i is fresh iff C_j >=
-(N - 1 - i + slack) / N. slack 0 is the paper's second rule, slack >= N its first (all one step old); 1 gives
-the network one hop of time.
+Data parallelism: worker i starts i T / N after worker 0 (T: one forward and backward of the whole model) and never
+pauses between steps. A stage reads the newest weights where they exist in time, else those one step older: with C_j the
+share of the forward and backward cost that lies before stage j, stage j of worker i is fresh iff C_j >= (N - 1 - i +
+slack) / N. slack 0 is the paper's second rule, slack >= N its first (all one step old); 1 gives the network one hop of
+time.
 
-Source: Fournier & Oyallon, 2024. Departures: stages may be unequal and K may differ from N (the authors' code
-has the rule right for K = N only); `slack` is ours.
+Pipeline: one forward, one backward, no flush, no bubble, weights one step old at most. Stage j runs the forward of the
+g-th micro-batch at tick 2g + j and its backward at tick 2g + 2K - 1 - j, so it keeps K - j of them. Micro-batch m of a
+step finds the newest weights iff m + j >= K - 1 + slack. slack 0 is as early as they exist; slack >= M is the rule of
+PipeDream-2BW, all one step old.
+
+Source: Fournier & Oyallon, 2024; Narayanan et al., PipeDream-2BW, 2021. Departures: stages may be unequal, K may differ
+from N and M from K (the authors' code has the rule right for K = N only); `slack` is ours.
 
 What rings have in common: a micro-batch a process, all stages on each, an owner for each stage's optimizer state.
 """
@@ -21,7 +26,7 @@ from armillary.schedules.costs import Planned, peak_over_workers
 from armillary.schedules.method import Method, OptionRules, Options, Placing, Residencies, ScheduleOptions, StageLoad
 from armillary.schedules.schedule import Action, Kind, Row, Schedule
 
-__all__ = ["RING_OPTIONS", "cyclic", "ring_method", "shared_memory"]
+__all__ = ["RING_OPTIONS", "cyclic", "cyclic_pipeline", "ring_method", "shared_memory"]
 
 
 def cyclic(
@@ -108,3 +113,30 @@ def shared_memory(schedule: Schedule, stages: Sequence[StageLoad]) -> list[str]:
         f"one worker's activations peak at {bytes_text(alone)} as in plain data parallelism; only their sum over the "
         f"{schedule.workers} workers is lower, {bytes_text(together)} against {bytes_text(alone * schedule.workers)}"
     ]
+
+
+def cyclic_pipeline(stages: int, micro_batches: int, slack: int = 0) -> Schedule:
+    """K stages on K workers, M micro-batches a step.
+
+    Raises:
+        ValueError: M < K - 1, which would need weights two steps old or a bubble.
+    """
+    if stages < 1 or micro_batches < max(1, stages - 1) or slack < 0:
+        raise ValueError(
+            f"cyclic_pipeline: {stages} stages want at least {max(1, stages - 1)} micro-batches "
+            f"and slack >= 0, got {micro_batches=}, {slack=}; fewer would need weights two steps old: "
+            f"take more micro-batches, or a pipeline that is exact"
+        )
+    rows = tuple(
+        tuple(
+            sorted(
+                [Action(2 * m + stage, 1, "F", stage, m) for m in range(micro_batches)]
+                + [Action(2 * m + 2 * stages - 1 - stage, 1, "B", stage, m) for m in range(micro_batches)]
+            )
+        )
+        for stage in range(stages)
+    )
+    staleness = tuple(
+        tuple(int(m + stage < stages - 1 + slack) for stage in range(stages)) for m in range(micro_batches)
+    )
+    return Schedule("cyclic_pipeline", 2 * micro_batches, rows, staleness)

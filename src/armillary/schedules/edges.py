@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from armillary.codecs.edges import guarded
-from armillary.codecs.registry import Codec, Draw, codec_of
+from armillary.codecs.registry import Codec, Draw, codec_of, guarded
 from armillary.plans.choice import Choice
 from armillary.plans.registry import Registry
 from armillary.schedules.random_streams import place_seed

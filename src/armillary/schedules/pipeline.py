@@ -5,7 +5,7 @@ Source: Fournier & Oyallon, 2024 (pipeline mode); Narayanan et al., PipeDream-2B
 
 from armillary.plans.units import bytes_text
 from armillary.schedules.costs import Planned
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic_pipeline
 from armillary.schedules.in_pipeline import PIPELINE_OPTIONS, pipeline_method, utilisation
 from armillary.schedules.registry import SCHEDULES
 

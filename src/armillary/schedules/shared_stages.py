@@ -25,8 +25,7 @@ from math import gcd
 from armillary.plans.units import bytes_text
 from armillary.schedules.clipping import Clip
 from armillary.schedules.costs import Planned, peak_over_workers
-from armillary.schedules.cyclic import cyclic
-from armillary.schedules.cyclic_pipeline import cyclic_pipeline
+from armillary.schedules.cyclic import cyclic, cyclic_pipeline
 from armillary.schedules.lower_shared_stages import SharedStagesLowering
 from armillary.schedules.method import Method, OptionRules, Options, Placing, ScheduleOptions
 from armillary.schedules.rank_list import InstructionWriter

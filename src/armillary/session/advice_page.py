@@ -1,9 +1,9 @@
-"""All advice on one page of at most 60 lines, as JSON, and as a picture: seconds against memory."""
+"""All advice on one page of at most 60 lines, as JSON, and as a picture: seconds against memory, a point a method."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from armillary.planning.clock import Simulation
 from armillary.plans.advice import Advice, Combination, MethodPoint, Situation
@@ -11,7 +11,10 @@ from armillary.plans.group import DEPARTURES, Forecast
 from armillary.plans.topology import Topology
 from armillary.plans.units import WIDTH, Page, Table, bytes_text, page_text, seconds_text
 
-__all__ = ["AdvicePage", "Row", "bottleneck"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["AdvicePage", "Row", "bottleneck", "plot_advice"]
 
 NOT_KNOWN = "not known"
 TOO_MUCH = "!"  # of memory
@@ -240,8 +243,6 @@ class AdvicePage:
 
     def save(self, path: str | Path) -> Path:
         """The picture: seconds against memory, exact methods filled, others hollow, and the frontier."""
-        from armillary.session.plot_advice import plot_advice
-
         plot_advice(self.points(), self.sentence).savefig(path)
         return Path(path)
 
@@ -282,3 +283,37 @@ def _left_out(row: Row) -> str:
 
 def _clipped(text: str, width: int = 42) -> str:
     return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
+
+
+def plot_advice(points: Sequence[MethodPoint], sentence: str) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    for one in points:
+        x, y = one.seconds * 1e3, one.held_bytes / MIB
+        axes.plot(x, y, "o", color="#4169b1", markerfacecolor="#4169b1" if one.is_exact else "white", markersize=8)
+        axes.annotate(one.method, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    front = _frontier(points)
+    axes.plot(
+        [one.seconds * 1e3 for one in front], [one.held_bytes / MIB for one in front], "-", color="#999999", linewidth=1
+    )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("milliseconds a step (forecast)")
+    axes.set_ylabel("MiB a rank at the peak (forecast)")
+    axes.set_title(sentence, fontsize=9)
+    axes.plot([], [], "o", color="#4169b1", label="exact")
+    axes.plot([], [], "o", color="#4169b1", markerfacecolor="white", label="not exact")
+    axes.plot([], [], "-", color="#999999", label="nothing is quicker and smaller")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _frontier(points: Sequence[MethodPoint]) -> list[MethodPoint]:
+    """Those that no other is quicker than with as little memory."""
+    found: list[MethodPoint] = []
+    for one in sorted(points, key=lambda one: (one.seconds, one.held_bytes)):
+        if not found or one.held_bytes < found[-1].held_bytes:
+            found.append(one)
+    return found

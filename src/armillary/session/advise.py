@@ -17,10 +17,9 @@ from armillary.plans.advice import TARGETS, Situation
 from armillary.plans.topology import Link, Topology
 from armillary.profiler.probe import Loss
 from armillary.session.advice_page import AdvicePage, bottleneck
-from armillary.session.asked_methods import Told, rows_of, silent
+from armillary.session.asked_methods import NO_LIMIT, PROFILED_WORKERS, Told, played, rows_of, silent, situation_of
 from armillary.session.model_to_plan import ModelToPlan
 from armillary.session.parallelize import unmoved
-from armillary.session.situation import NO_LIMIT, PROFILED_WORKERS, played, situation_of
 from armillary.session.validation import handed_in
 
 __all__ = ["advise", "asked_of_all", "refuse_other_targets"]

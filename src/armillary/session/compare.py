@@ -24,7 +24,7 @@ from typing import Any
 from warnings import warn
 
 from armillary.planning.pricing import Case, assumptions_behind
-from armillary.plans.group import Forecast
+from armillary.plans.group import Band, Forecast
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology, read_kept
@@ -35,7 +35,6 @@ from armillary.session.job import Job
 from armillary.session.measured import Quartiles, measured_in, run_forecast
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.run_folder import keep_decision, refuse_not_ended
-from armillary.session.tolerance import Band
 from armillary.session.traffic_meter import OTHER, STEP, EdgeLabels, way_of
 from armillary.transport.agreement import by_rank_zero
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import build_row, consensus_of, dense_exchanges, row_exchanges
 from armillary.models.structure import mapped
 from armillary.planning.constraints import PLAIN
-from armillary.planning.grouping import consensus_of, dense_group
+from armillary.planning.grouping import dense_group
 from armillary.plans.choice import Choice
 from armillary.plans.group import Group, Layout
 from armillary.plans.mesh import Mesh

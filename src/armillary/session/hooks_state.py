@@ -1,13 +1,13 @@
 """The state of a plan behind the user's own loop: its groups on this rank, and what is checked at each optimizer step.
 
-`units_of` makes the groups from a plain model and optimizer, at attach and whenever a run moves to another plan. An
-optimizer that is about to step is refused parameters that the plan does not know, and options under which a window is
-no longer exact. `zero_grad` is listened to, because gradients of row-sharded tables accumulate in look-ups that no
-optimizer sees.
+`units_of` makes the groups from a plain model and optimizer, at attach and whenever a run moves to another plan;
+`prefetch_of` is the one place that knows which kinds of prefetch there are. An optimizer that is about to step is
+refused parameters that the plan does not know, and options under which a window is no longer exact. `zero_grad` is
+listened to, because gradients of row-sharded tables accumulate in look-ups that no optimizer sees.
 """
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_dense, row_exchanges
 from armillary.plans.plan import Plan
-from armillary.prefetch.kinds import prefetch_of
+from armillary.prefetch.batches import WATCHED_DRAWS
+from armillary.prefetch.delayed_gradients import DelayedGradients, can_split
+from armillary.prefetch.prefetcher import DEPTH, Prefetcher
 from armillary.runtime.dense_unit import DenseUnit, dense_unit
 from armillary.runtime.executor import Executor, RowUnit
 from armillary.session.data_check import FirstBatches
@@ -25,9 +27,10 @@ from armillary.session.health import FiniteCheck
 from armillary.session.job import NamedTensor, TrainJob
 from armillary.tables.build import make_table, put_handle
 from armillary.tables.handle import TableHandle
+from armillary.tables.lookups import NoDelay, NoPrefetch, Prefetch
 from armillary.tables.optimizer_state import Held, by_name, plain, table_state
 from armillary.tables.optimizer_trial import leaves_untouched_rows, takes_listed_rows
-from armillary.tables.optimizers import holder, options_of
+from armillary.tables.optimizers import holder, members, options_of
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
 
@@ -35,12 +38,32 @@ __all__ = [
     "Units",
     "WindowOptions",
     "ZeroGradHook",
+    "prefetch_of",
     "refuse_strangers",
     "rest_of",
+    "steps_to_learn",
     "tell_of_zero_grad",
     "tensors_of",
     "units_of",
 ]
+
+
+def prefetch_of(plan: Plan, tables: Sequence[RowTable], optimizer: Optimizer, transport: Transport) -> Prefetch:
+    """For these tables of the plan, in launch order."""
+    kinds = {group.parameters[0]: group.prefetch for group in plan.groups if group.prefetch != "none"}
+    if not kinds:
+        return NoPrefetch()
+    pulled = [table for table in tables if table.is_pulled]
+    if "gradients" not in kinds.values():
+        return Prefetcher(pulled, kinds, transport, NoDelay())
+    is_one = len(members(optimizer)) == 1
+    whole = {t.name for t in tables if t.has_window and not (is_one and can_split(optimizer, t))}
+    return Prefetcher(pulled, kinds, transport, DelayedGradients(kinds, transport, whole))
+
+
+def steps_to_learn(plan: Plan) -> int:
+    """Steps of a loop of which nothing is predicted yet."""
+    return WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0
 
 
 @dataclass(frozen=True)

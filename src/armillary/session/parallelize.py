@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from armillary.measuring.measure import measure_links, with_memory_budget
 from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
 from armillary.planning.demand import PRICE, Constraint
-from armillary.planning.provisional import blank_profile, provisional_plan
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.plans.choice import Choice
@@ -31,6 +30,7 @@ from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.prefetch.batches import is_plain_loader
 from armillary.profiler.loop_watch import LoopWatch
 from armillary.profiler.probe import Loss
+from armillary.session.asked_methods import WatchedBatch
 from armillary.session.attach import attach, begin_run
 from armillary.session.events import PlannedJob
 from armillary.session.job import TrainJob
@@ -38,8 +38,7 @@ from armillary.session.plan_cache import BatchShapes, PlanCache, cache_key, host
 from armillary.session.plan_job import PROFILED_STEPS, JobRequest, ModelToPlan, assumptions_of, open_transport, plan_job
 from armillary.session.run import Run
 from armillary.session.validation import NOT_HELD, handed_in, refuse_other_models, refuse_unfit, unheld
-from armillary.session.watched_batch import WatchedBatch
-from armillary.session.watched_steps import Keeping, WatchedSteps, parameter_facts
+from armillary.session.watched_steps import Keeping, WatchedSteps, blank_profile, parameter_facts, provisional_plan
 from armillary.tables.optimizers import as_one
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.groups import Timeouts

@@ -2,9 +2,16 @@
 
 A workload gets what its schedule wants besides, such as heads for stages that learn from losses of their own
 (`prepared`).
+
+How many workers own each table is found by timing its exchange in this job (`timed_owners`). Parallax relaunches the
+whole job for every number of partitions it tries (EuroSys 2019, partitioning). Here a trial is a few look-ups and
+pushes of as many distinct rows per rank as the profile counted. Rows are drawn evenly, so a trial does not know that
+some are read more often than others.
 """
 
-from collections.abc import Mapping
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,14 +21,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from armillary.exchanges.exchange import RowExchange, build_row
+from armillary.exchanges.look_up import LookupRequest, LookupTable, look_up
+from armillary.exchanges.owned_rows import merge_rows
 from armillary.measuring.measure import measure_links as measure
 from armillary.measuring.measure import with_memory_budget, workers_per_node
-from armillary.measuring.row_exchanges import timed_owners
 from armillary.models.structure import passes_alike
-from armillary.planning.alternatives import CHOSEN, alternatives, at_once, best, with_prefetch
-from armillary.planning.demand import refuse_with_rule
-from armillary.planning.partition_search import OwnerSearch
-from armillary.planning.planner import make_plan, notes_on_hosts, with_other_way
+from armillary.planning.demand import PRICE, refuse_with_rule
+from armillary.planning.partition_search import OwnerSearch, SearchedTable
+from armillary.planning.planner import make_plan, notes_on_hosts, tables_to_search, with_other_way
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
@@ -29,6 +37,7 @@ from armillary.plans.choice import Choice
 from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import SIMULTANEOUS, Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
+from armillary.plans.requests import Program
 from armillary.plans.topology import Topology
 from armillary.profiler.probe import profile_concurrently, rates_at_once
 from armillary.profiler.profiler import profile
@@ -36,7 +45,7 @@ from armillary.profiler.unfit_model import makes_collectives
 from armillary.schedules.method import Prepare, ScheduleOptions
 from armillary.schedules.registry import options_of, read
 from armillary.session.asked_methods import naming_remedies
-from armillary.session.autotune import fastest
+from armillary.session.autotune import CHOSEN, alternatives, at_once, best, fastest, with_prefetch
 from armillary.session.events import PlannedJob
 from armillary.session.model_to_plan import ModelToPlan, assumptions_of
 from armillary.session.plan_validation import joins_parameters, unserved
@@ -56,7 +65,75 @@ __all__ = [
     "open_transport",
     "plan_job",
     "prepared",
+    "row_seconds",
+    "timed_owners",
 ]
+
+REPETITIONS = 5
+
+
+def row_seconds(
+    transport: Transport, exchange: RowExchange, rows: int, row_numel: int, dtype: torch.dtype, distinct: int
+) -> float:
+    """Median seconds of one look-up and its push on the slowest rank; every rank must call it and gets the same number.
+
+    Args:
+        rows, row_numel, dtype: of the table, on the CPU. distinct: rows one rank reads.
+    """
+    place = transport.place
+    owned = exchange.ownership(rows, place)
+    generator = torch.Generator().manual_seed(place.rank)
+    drawn = torch.randint(rows, (max(1, distinct),), generator=generator)
+    keys = owned.keys(drawn).unique()
+    shard = torch.zeros(owned.shard_rows(place.rank), row_numel, dtype=dtype)
+    table = LookupTable("trial", exchange, owned, shard)
+    taken = []
+    for _ in range(REPETITIONS + 1):
+        transport.barrier()
+        began = time.perf_counter()
+        here, sums = transport.complete(_there_and_back(table, keys, place), "trial")
+        shard.index_add_(0, *merge_rows(here, sums), alpha=-1.0)
+        taken.append(time.perf_counter() - began)
+    return transport.agree_largest([statistics.median(taken[1:])])[0]
+
+
+def _there_and_back(table: LookupTable, keys: torch.Tensor, place: RankInfo) -> Program[Any]:
+    outcome = yield from look_up(LookupRequest(0, keys, True, 0), [table], place)
+    assert outcome.pulled is not None
+    pulled = outcome.pulled
+    return (yield from table.exchange.push([pulled.rows], [pulled.route], table.ownership, place))
+
+
+def timed_owners(transport: Transport, request: PlanRequest, case: Callable[[], Case]) -> dict[str, OwnerSearch]:
+    """The searches of the tables whose owners the rule searches, by table; none if the plan is for other machines.
+    Every rank must call it, and all get the same.
+
+    Args:
+        case: asked on rank 0.
+
+    Raises:
+        ValueError: a constraint cannot be honoured.
+    """
+
+    def tables() -> tuple[SearchedTable, ...]:
+        if request.rule == PRICE:
+            return ()
+        asked, place = case(), transport.place
+        if (asked.topology.workers, asked.topology.workers_per_node) != (place.workers, place.workers_per_node):
+            return ()
+        return tables_to_search(asked, request)
+
+    return {table.name: _timed(table, transport) for table in by_rank_zero(transport, tables)}
+
+
+def _timed(table: SearchedTable, transport: Transport) -> OwnerSearch:
+    def seconds(way: Choice) -> float:
+        exchange = build_row(way.name, **way.options)
+        dtype = getattr(torch, table.dtype)
+        return row_seconds(transport, exchange, table.rows, table.row_numel, dtype, table.distinct_rows)
+
+    return OwnerSearch(table, table.searched(seconds), is_timed=True)
+
 
 PROFILED_STEPS = 2
 

@@ -18,10 +18,16 @@ from torch.optim import Optimizer
 from armillary.exchanges.all_reduce import all_reduce
 from armillary.exchanges.averaged_gradients import why_not_beside
 from armillary.exchanges.dense import DenseExchange
-from armillary.exchanges.exchange import RowExchange, build_dense, build_row, dense_exchanges, row_exchanges
+from armillary.exchanges.exchange import (
+    RowExchange,
+    build_dense,
+    build_row,
+    consensus_of,
+    dense_exchanges,
+    row_exchanges,
+)
 from armillary.models.structure import marked
 from armillary.planning.constraints import PLAIN
-from armillary.planning.grouping import consensus_of
 from armillary.plans.group import Group
 from armillary.plans.plan import Plan
 from armillary.runtime.bucket import layout_beside

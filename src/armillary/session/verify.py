@@ -26,12 +26,9 @@ from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP
 from armillary.schedules.registry import SCHEDULES
 from armillary.session.data_check import alike_ranks
 from armillary.session.double_precision import InDouble, uniform_plan
-from armillary.session.judged import Judged, VerifiedCase
 from armillary.session.plan_job import JobRequest, model_to_plan, open_transport, plan_job
-from armillary.session.verification import Verification, lowered, shortened
-from armillary.session.verify_hooks import verify_hooks
-from armillary.session.verify_replay import verify_replay
-from armillary.session.verify_schedule import verify_schedule
+from armillary.session.verification import Judged, Verification, VerifiedCase, lowered, shortened
+from armillary.session.verifiers import verify_hooks, verify_replay, verify_schedule
 from armillary.session.workload import Script, Workload
 
 __all__ = ["verify", "verify_workload"]

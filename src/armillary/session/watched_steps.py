@@ -1,12 +1,16 @@
 """A loop's first steps are watched under a provisional plan; then all ranks plan at one optimizer step, and move.
 
+Nobody knows yet how the model reads. So the provisional plan has everything whole on every worker, as in plain data
+parallelism, but large tensors send only the rows that some worker touched: exact for any model.
+
 The move computes nothing: values, optimizer state and gradients go where the plan wants them, bit for bit, over the
 same connections. Where Parallax's rule is asked for, exchanges are timed at the move, to search the owners of tables.
 """
 
 import json
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,41 +20,112 @@ import torch
 from torch import Tensor, nn
 
 from armillary.exchanges.exchange import build_row, dense_exchanges, row_exchanges
-from armillary.measuring.row_exchanges import timed_owners
-from armillary.planning.constraints import allows, coded_beside, names_of, resolve
+from armillary.planning.constraints import LISTED, UNKNOWN, allows, coded_beside, names_of, resolve
 from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.partition_search import OwnerSearch
-from armillary.planning.planner import make_plan
+from armillary.planning.planner import bucketings, make_plan
 from armillary.planning.prefetch import prefetchable
-from armillary.planning.pricing import Case
-from armillary.planning.provisional import is_provisional
+from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.plans.choice import Choice
-from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
 from armillary.plans.plan_text import number_of
-from armillary.plans.profile import ParameterFact, Profile
-from armillary.plans.topology import Topology
+from armillary.plans.profile import ParameterFact, Profile, StageFact
+from armillary.plans.topology import TURN_BYTES, Topology
+from armillary.plans.units import bytes_text, enough_text
 from armillary.profiler import profiler
 from armillary.profiler.loop_watch import LoopWatch, Told
 from armillary.profiler.profiler import watched_profile
 from armillary.profiler.unfit_model import at_rest
-from armillary.session.asked_methods import naming_remedies
+from armillary.session.asked_methods import Given, WatchedBatch, naming_remedies, of_outputs
 from armillary.session.drivers import rollback_on_error
 from armillary.session.events import PlannedJob
 from armillary.session.forecast_correction import FROM_STEP, TO_STEP, ForecastCorrection
 from armillary.session.hooks_engine import UserLoop
 from armillary.session.hooks_state import units_of
 from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
-from armillary.session.plan_job import ModelToPlan, assumptions_of
+from armillary.session.plan_job import ModelToPlan, assumptions_of, timed_owners
 from armillary.session.plan_validation import OF_HOOKS, PlanQuestion, why_unfit
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld
-from armillary.session.watched_batch import Given, WatchedBatch, of_outputs
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable
 from armillary.transport.agreement import by_rank_zero
 from armillary.transport.transport import Transport
 
-__all__ = ["WATCHED_STEPS", "Keeping", "WatchedSteps", "parameter_facts"]
+__all__ = [
+    "WATCHED_STEPS",
+    "Keeping",
+    "WatchedSteps",
+    "blank_profile",
+    "is_provisional",
+    "parameter_facts",
+    "provisional_plan",
+]
+
+PROVISIONAL_NOTE = "provisional: the first steps of the loop are watched, then a plan is made of what they read"
+REASON = "not known yet how it is read"
+
+
+def blank_profile(parameters: Sequence[ParameterFact], topology: Topology) -> Profile:
+    """Of a model of which only its parameters are known."""
+    whole = StageFact("", 0, sum(fact.bytes for fact in parameters), 0, 0.0, 0.0)
+    return Profile(tuple(parameters), (whole,), topology.workers, topology.workers, topology.workers_per_node)
+
+
+def provisional_plan(seen: Profile, topology: Topology, mean: Mean, assumptions: Assumptions) -> Plan:
+    """
+    Args:
+        seen: `blank_profile`. topology: its memory is all that a rank may hold, the model too.
+
+    Raises:
+        ValueError: whole gradients and optimizer state do not fit beside the model; it names what would.
+    """
+    trained = [fact for fact in seen.parameters if fact.requires_grad]
+    large = [fact for fact in trained if len(fact.shape) > 1 and fact.bytes >= TURN_BYTES]
+    wanted = {fact.name: UNKNOWN for fact in large if topology.workers > 1}
+    wanted |= {fact.name: LISTED for fact in trained if assumptions.of(fact.name).lists_rows}
+    roomy = replace(topology, memory_bytes=sys.maxsize)
+    made = bucketings(Case(seen, roomy, assumptions), PlanRequest(wanted, mean=mean))[0]
+    frozen = sum(fact.bytes for fact in seen.parameters) - sum(fact.bytes for fact in trained)
+    held = made.forecast.memory_bytes
+    if frozen + held > topology.memory_bytes:
+        raise ValueError(_too_large(trained, large, frozen, held, topology))
+    groups = tuple(replace(group, reason=REASON) for group in made.groups)
+    return replace(made, groups=groups, notes=(PROVISIONAL_NOTE,), topology_fingerprint=topology.fingerprint)
+
+
+def _too_large(
+    trained: Sequence[ParameterFact], large: Sequence[ParameterFact], frozen: float, held: float, topology: Topology
+) -> str:
+    """What does not fit, and what would if the plan is made before the first step.
+
+    Args:
+        frozen, held: bytes of parameters that are not trained; of those that are, with gradients and optimizer state.
+    """
+    weights, ranks = sum(fact.bytes for fact in trained), topology.workers
+    tables = held * sum(fact.bytes for fact in large) / weights
+    names = ", ".join(fact.name for fact in large)
+    ways = {
+        f"row-wise sharding of {names}, if only rows of them are read": frozen + held - tables * (1 - 1 / ranks),
+        "a pipeline by schedule=..., if the model divides evenly into a stage a rank": (frozen + held) / ranks,
+    }
+    fitting = [f"  {way}: {bytes_text(need)} a rank" for way, need in ways.items() if need <= topology.memory_bytes]
+    said = (
+        f"parallelize: the first steps would hold the whole model on every worker: {bytes_text(frozen + weights)} of "
+        f"parameters, {bytes_text(held - weights)} of gradients and optimizer state; a rank has "
+        f"{bytes_text(topology.memory_bytes)}"
+    )
+    if not fitting:
+        return f"{said}; take more ranks, or ranks with {enough_text(frozen + held)} of memory"
+    return (
+        f"{said}. Before activations, these would do, if batches=... and loss=... are given, so that the plan is made "
+        f"before the first step (armillary.advise compares all methods):\n" + "\n".join(fitting)
+    )
+
+
+def is_provisional(plan: Plan) -> bool:
+    return PROVISIONAL_NOTE in plan.notes
+
 
 WATCHED_STEPS = 2
 NOTE = (

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from armillary.codecs.edges import at_places, guarded
 from armillary.codecs.packing import as_bytes, from_bytes, packed, unpacked
-from armillary.codecs.registry import Codec, Draw
+from armillary.codecs.registry import Codec, Draw, at_places, guarded
 from armillary.schedules.edges import IN_MEMORY_BYTES, EdgeCode, draw_of, is_codable
 from armillary.schedules.instructions import StageMessage
 from armillary.schedules.schedule import Cell

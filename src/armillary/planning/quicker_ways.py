@@ -1,16 +1,17 @@
-"""Exact schedules that own the loop, beside the plan for a loop of the user's own: priced, and taken or only named.
+"""Quicker ways to take the same steps: exact schedules that own the loop, priced, and taken or named in a note.
 
 A pipeline or accumulation equals one process that takes the same micro-batches. So it may be taken by price only where
 the user gave the micro-batches, or where it was tried that a batch is the mean of its parts (`Profile.splits`); and
 only where the caller says that steps are taken by `run.step`. Otherwise it is one of the plan's other ways.
 
 Prices are seconds for as much data as one worker's batch: a step of N workers has N of them, a pipeline's may differ.
+`armillary advise` compares all ways; a plan names the quickest one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from armillary.planning.other_ways import OtherWay
 from armillary.planning.pricing import Case, dense_update_seconds
 from armillary.planning.simulator import simulate
 from armillary.planning.stage_plan import plan_staged
@@ -18,9 +19,57 @@ from armillary.planning.step_time import all_reduce_seconds
 from armillary.plans.choice import Choice
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
+from armillary.plans.units import seconds_text
 from armillary.schedules.registry import SCHEDULES, options_of
 
-__all__ = ["WORTH", "StepWay", "fitting", "may_cut", "quickest", "step_seconds", "stepping"]
+__all__ = [
+    "OTHER",
+    "WORTH",
+    "OtherWay",
+    "StepWay",
+    "fitting",
+    "may_cut",
+    "quickest",
+    "step_seconds",
+    "stepping",
+    "with_quickest",
+]
+
+OTHER = "quicker way: "
+
+
+class OtherWay(NamedTuple):
+    """Seconds of a step, now and by this way.
+
+    Args of note:
+        is_exact: what is not comes after what is, however quick. ask: how to ask for it.
+    """
+
+    name: str
+    is_exact: bool
+    now_seconds: float
+    seconds: float
+    ask: str
+
+    @property
+    def gain(self) -> float:
+        return self.now_seconds / self.seconds
+
+    def __str__(self) -> str:
+        steps = f"simulated step {seconds_text(self.seconds)}, not {seconds_text(self.now_seconds)}"
+        return f"{self.name}, {'exact' if self.is_exact else 'NOT exact'}, {steps}: {self.ask}"
+
+
+def with_quickest(plan: Plan, ways: Iterable[OtherWay]) -> Plan:
+    """The plan with a note on the exact way that gains most, and on the one that is not exact; without one where there
+    is neither."""
+    ordered = sorted(ways, key=lambda way: (not way.is_exact, -way.gain))
+    best = {way.is_exact: way for way in reversed(ordered)}
+    if not best:
+        return plan
+    said = "; or ".join(str(best[is_exact]) for is_exact in (True, False) if is_exact in best)
+    return replace(plan, notes=(*plan.notes, f"{OTHER}{said}. armillary advise compares all methods"))
+
 
 PARTS = (1, 2, 4)  # of a batch, where it may be cut
 WORTH = 1.1  # a gain that is worth a note, and another way to step
