@@ -1,14 +1,17 @@
 """The measurement at the start of a job, in a tenth of its processor seconds: for tests of all that comes after it.
 
 Such tests plan for any machine, so what they ask of a plan cannot hang on how well this one was timed. The code is the
-library's own and runs whole, on smaller messages, in fewer rows and rounds. A process measures the links of the same
-ranks once: a crew runs many jobs, all on the same machine. Tests of measurement itself call it in its own file,
-`armillary.measuring.measure` or `armillary.profiler.probe`. Commands that start Python anew measure in full.
+library's own and runs whole, on smaller messages, in fewer rows and rounds. The links of the same ranks are measured
+once: a crew runs many jobs, and a test process starts many commands, all on the same machine. Tests of measurement
+itself call it in its own file, `armillary.measuring.measure` or `armillary.profiler.probe`. Commands that start Python
+anew measure in full.
 """
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -39,24 +42,44 @@ SHORTER = {
     (at_once, "ENOUGH_STEPS"): 2,
 }
 
-_measured: dict[tuple[tuple[int, int], ...], Topology] = {}
+Measured = dict[tuple[tuple[int, int], ...], Topology]  # by the ranks that measured
+
+measured: Measured = {}
+_told: list[Path] = []
 
 
-def measure_briefly() -> None:
-    """From now on jobs of this process, and of those forked from it, are measured briefly before they plan."""
+def measure_briefly(known: Measured | None = None, told: Path | None = None) -> None:
+    """From now on jobs of this process, and of those forked from it, are measured briefly before they plan.
+
+    Args:
+        known: what need not be measured, the same on every rank. told: where rank 0 leaves what it measures, too.
+    """
+    measured.update(known or {})
+    _told[:] = [told] if told else []
     decide.measure = parallelize.measure_links = _brief
     decide.profile_concurrently = _brief_at_once
 
 
 def _brief(transport: Transport) -> Topology:
     """Every rank has it of the same ranks, or none has: all of them measured together."""
-    ranks = tuple(transport.share((dist.get_rank() if dist.is_initialized() else 0, transport.place.workers_per_node)))
-    if ranks not in _measured:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = tuple(transport.share((rank, transport.place.workers_per_node)))
+    if ranks not in measured:
         with _shorter():
             found = measure.measure(transport, EFFORT)
         exact = tuple(replace(one, scatter=0.0) for one in found.requests)  # so few rows say nothing of it
-        _measured[ranks] = replace(found, requests=exact)
-    return _measured[ranks]
+        measured[ranks] = replace(found, requests=exact)
+        for path in _told if rank == 0 else ():
+            draft = path.with_suffix(".draft")  # a rank may be killed as it writes
+            draft.write_bytes(pickle.dumps(measured))
+            draft.replace(path)
+    return measured[ranks]
+
+
+def learn(told: Path) -> None:
+    """What a job that is over has left there."""
+    if told.exists():
+        measured.update(pickle.loads(told.read_bytes()))
 
 
 def _brief_at_once(*whose: Any) -> Profile:

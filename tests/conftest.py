@@ -27,13 +27,14 @@ from hypothesis import settings
 
 from brief import measure_briefly
 from crew import Crew
+from forked import collect_seldom
 
 torch.set_num_threads(1)
 measure_briefly()
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Property tests state laws, not speeds: a busy machine must not fail them.
-settings.register_profile("laws", deadline=None)
+settings.register_profile("laws", deadline=None, max_examples=50)
 settings.load_profile("laws")
 # A suite started in the background inherits "ignore SIGINT", and would pass that on to the programs it interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,6 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         told = [line.split("\t") for line in SECONDS.read_text().splitlines()]
         seconds = {file: float(spent) for file, spent in told}
         items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+
+def pytest_collection_finish() -> None:
+    collect_seldom()
 
 
 @pytest.fixture(scope="session")

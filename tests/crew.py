@@ -13,16 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from brief import measure_briefly
-from forked import forkserver, free_port
+from forked import begin, forkserver, free_port
 
 GRACE_SECONDS = 5.0
 JOB_SECONDS = 100.0
 MOST_JOBS = 200  # of one crew
-FEW_COLLECTIONS = 20_000, 10, 10  # Python's own would take a twelfth of a job's processor seconds
 TIDY = "tidy"  # the order that follows each job
 
 
@@ -32,10 +29,7 @@ def _stacks_of(process: int | None) -> Path:
 
 
 def _serve(rank: int, world: int, port: int, inbox: Any, outbox: Any) -> None:
-    torch.set_num_threads(1)
-    measure_briefly()
-    gc.freeze()  # what was imported is no job's, and need not be gone through after each
-    gc.set_threshold(*FEW_COLLECTIONS)
+    begin()
     faulthandler.register(signal.SIGUSR1, _stacks_of(os.getpid()).open("w"))  # also of a rank that hangs in C code
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)

@@ -5,6 +5,7 @@ are given what torchrun gives its ranks. What the fork cannot show is how Python
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import socket
@@ -23,7 +24,7 @@ import torch
 
 import armillary
 from armillary.cli.main import main
-from brief import measure_briefly
+from brief import Measured, learn, measure_briefly, measured
 
 LONGEST_SECONDS = 90.0
 OURS = Path(armillary.__file__).parent
@@ -33,6 +34,8 @@ PRELOADED = (
 )  # fmt: skip
 NUMBERED = range(10_000, 31_997)
 MOST_HELD = 100
+MEASURED = "measured"  # the file that tells what a job measured
+FEW_COLLECTIONS = 20_000, 10, 10  # Python's own would take a twelfth of a process's seconds
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _asked = count()
@@ -46,6 +49,19 @@ class Ended(NamedTuple):
     out: str
     err: str
     reason: str = ""
+
+
+def begin(known: Measured | None = None, told: Path | None = None) -> None:
+    """What a process of tests begins with: one torch thread, a brief measurement, few collections of garbage."""
+    torch.set_num_threads(1)
+    measure_briefly(known, told)
+    collect_seldom()
+
+
+def collect_seldom() -> None:
+    """What was imported is nobody's garbage, and need not be gone through again and again."""
+    gc.freeze()
+    gc.set_threshold(*FEW_COLLECTIONS)
 
 
 def forkserver() -> Any:
@@ -82,7 +98,7 @@ def command(arguments: Sequence[object], folder: Path, ranks: int = 0, **environ
         programs = []
         for rank in range(max(ranks, 1)):
             variables = {**(_as_torchrun(rank, ranks, port, kept) if ranks else {}), **environment}
-            order = (tuple(map(str, arguments)), str(folder), variables, f"{kept}/{rank}")
+            order = (tuple(map(str, arguments)), str(folder), variables, f"{kept}/{rank}", measured)
             programs.append(context.Process(target=_run, args=order, daemon=False))
         for program in programs:
             program.start()
@@ -99,6 +115,7 @@ def command(arguments: Sequence[object], folder: Path, ranks: int = 0, **environ
             Ended(program.exitcode, *(_text(f"{kept}/{rank}.{kind}") for kind in ("out", "err", "json")))
             for rank, program in enumerate(programs)
         ]
+        learn(Path(kept) / MEASURED)
     assert not late, f"ranks {late} of {list(arguments)} did not end in {LONGEST_SECONDS} s: {ended}"
     return ended
 
@@ -112,7 +129,7 @@ class Job:
         self.programs = [
             context.Process(
                 target=_run_script,
-                args=(_as_torchrun(rank, ranks, port, self.kept.name), f"{self.kept.name}/{rank}"),
+                args=(_as_torchrun(rank, ranks, port, self.kept.name), f"{self.kept.name}/{rank}", measured),
                 kwargs={"program": partial(program, rank, ranks, *args)},
             )
             for rank in range(ranks)
@@ -134,17 +151,17 @@ class Job:
             Ended(one.exitcode, *(_text(f"{self.kept.name}/{rank}.{kind}") for kind in ("out", "err")))
             for rank, one in enumerate(self.programs)
         ]
+        learn(Path(self.kept.name) / MEASURED)
         self.kept.cleanup()
         assert not late, f"ranks {late} did not end in {LONGEST_SECONDS} s: {found}"
         return found
 
 
-def _run_script(variables: Mapping[str, str], output: str, program: Callable[[], object]) -> None:
+def _run_script(variables: Mapping[str, str], output: str, known: Measured, program: Callable[[], object]) -> None:
     """As Python runs a script: what it raises goes to sys.excepthook, then comes what is to be done at exit."""
     _redirect(output)
     os.environ.update(variables)
-    torch.set_num_threads(1)
-    measure_briefly()
+    begin(known, Path(output).with_name(MEASURED))
     try:
         program()
     except Exception:
@@ -175,13 +192,12 @@ def _as_torchrun(rank: int, ranks: int, port: int, kept: str) -> dict[str, str]:
     }
 
 
-def _run(arguments: tuple[str, ...], folder: str, variables: Mapping[str, str], output: str) -> None:
+def _run(arguments: tuple[str, ...], folder: str, variables: Mapping[str, str], output: str, known: Measured) -> None:
     _redirect(output)
     os.chdir(folder)
     os.environ.update(variables)
     sys.argv = ["armillary", *arguments]
-    torch.set_num_threads(1)
-    measure_briefly()
+    begin(known, Path(output).with_name(MEASURED))
     try:
         main()
     finally:

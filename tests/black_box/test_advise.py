@@ -29,7 +29,7 @@ OWN = Path(__file__).parents[2] / ".ci" / "own_models.py"
 MOST_LINES, WIDTH = 60, 100
 MOST_UNKNOWN = 5
 MOST_TOGETHER = 5
-WORKLOADS = ("language_model", "recommender", "translation", "vision")
+GBIT = {"language_model": 0.1, "recommender": 10, "translation": 10, "vision": 0.1}
 LINK = armillary.Link(1e-4, 1.25e7)
 MACHINES = armillary.Topology(2, 1, LINK, LINK, 1 << 40)
 
@@ -75,8 +75,7 @@ def profiled(tmp_path_factory):
     return path_of
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("gbit", [0.1, 10])
+@pytest.mark.parametrize(("workload", "gbit"), GBIT.items())
 def test_every_system_has_its_row_with_memory_that_fits_and_with_half_of_it(typed, profiled, workload, gbit):
     asked = ("advise", workload, "--small", "--workers", 2, "--gbit", gbit, "--profile", profiled(workload))
     found = json.loads(typed(*asked, "--json"))
@@ -219,9 +218,10 @@ def test_neurons_are_cut_at_the_bytes_that_the_rooms_own_search_begins_with():
     assert advice.forecast.sent_bytes == plain * 4 * 8 / 2  # float32, samples of a batch, ranks
 
 
-def test_what_works_together_has_a_line_to_type_and_a_script(typed):
+def test_what_works_together_has_a_line_to_type_and_a_script(typed, profiled):
     shutil.copy(OWN, ".")
-    asked = ("advise", OWN.name, "--set", "kind=tables", "--workers", 4, "--gbit", 0.1)
+    profile = profiled(OWN.name, 4)
+    asked = ("advise", OWN.name, "--set", "kind=tables", "--workers", 4, "--gbit", 0.1, "--profile", profile)
     page = typed(*asked)
     (listed,) = (one for one in page.splitlines() if one.startswith("tables by row + int8 for the rest "))
     assert "int8=*" in listed
@@ -229,8 +229,8 @@ def test_what_works_together_has_a_line_to_type_and_a_script(typed):
     assert "residency.hold(" in script and "parallelize(" in script and len(script.splitlines()) <= 10
 
 
-def test_targets_sort_a_script_prints_and_a_picture_is_drawn(typed, tmp_path):
-    asked = ("advise", "recommender", "--small", "--workers", 2, "--gbit", 0.1)
+def test_targets_sort_a_script_prints_and_a_picture_is_drawn(typed, profiled, tmp_path):
+    asked = ("advise", "recommender", "--small", "--workers", 2, "--gbit", 0.1, "--profile", profiled("recommender"))
     for target, figure in (
         ("bytes", lambda row: row["forecast"]["sent_bytes"]),
         ("seconds", lambda row: row["forecast"]["seconds"]),

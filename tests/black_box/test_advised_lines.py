@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,13 @@ def here(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
 
 
+@cache
+def rows_of(kind):
+    return json.loads(typed("advise", OWN.name, "--set", f"kind={kind}", *MACHINES, "--json"))["rows"]
+
+
 def row_of(kind, method):
-    rows = json.loads(typed("advise", OWN.name, "--set", f"kind={kind}", *MACHINES, "--json"))["rows"]
-    (row,) = [row for row in rows if row["method"] == method]
+    (row,) = [row for row in rows_of(kind) if row["method"] == method]
     assert row["applies"], row["reason"]
     return row
 

@@ -4,6 +4,7 @@ Programs are forked from one process that has imported the library; `tests/cli/t
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,12 @@ def test_a_run_that_goes_on_does_so_under_its_plan_and_profile_unless_another_is
 def test_a_schedule_is_trained_by_two_ranks_and_resumes_to_the_same_weights(tmp_path, text):
     saves = ("--every-steps", "4", "--every-seconds", "0")
     asked = ("train", *VISION, "--set", "batch_size=8", "--schedule", text, *saves, "--json")
-    for name, steps in (("whole", ("8",)), ("half", ("4", "8"))):
-        for number, count in enumerate(steps):
-            more = ("--resume",) if number else ()
-            arguments = (*asked, "--steps", count, "--name", name, *more)
-            ended = face.command_in_job(2, *arguments, folder=tmp_path)
-            assert [one.code for one in ended] == [0, 0], ended
+    for name, more in (("whole", ()), ("half", ("--resume",))):
+        if more:
+            shutil.copytree(tmp_path / "runs/whole", tmp_path / "runs/half")
+            shutil.rmtree(tmp_path / "runs/half/checkpoints/step-00000008")
+        ended = face.command_in_job(2, *asked, "--steps", "8", "--name", name, *more, folder=tmp_path)
+        assert [one.code for one in ended] == [0, 0], ended
     whole, half = (checkpointed(tmp_path / "runs" / name) for name in ("whole", "half"))
     assert whole[0] == "step-00000008" and same(whole, half)
 

@@ -3,7 +3,6 @@
 import os
 import time
 
-import pytest
 import torch
 from torch import nn
 
@@ -44,7 +43,7 @@ def ends(rank, ranks, schedule, steps):
     os._exit(0)
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [("gpipe(micro_batches=2)", 1), ("one_f_one_b(micro_batches=2)", 2)])
-def test_ranks_of_an_exact_pipeline_may_be_ended_right_after_a_step(schedule, steps):
-    told = Job(2, ends, schedule, steps).ended()
-    assert [(one.code, one.out) for one in told] == [(0, "ended well\n")] * 2, told
+def test_ranks_of_an_exact_pipeline_may_be_ended_right_after_a_step():
+    for job in [Job(2, ends, "gpipe(micro_batches=2)", 1), Job(2, ends, "one_f_one_b(micro_batches=2)", 2)]:
+        told = job.ended()
+        assert [(one.code, one.out) for one in told] == [(0, "ended well\n")] * 2, told

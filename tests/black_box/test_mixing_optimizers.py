@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -33,13 +34,18 @@ def loss(model, batch):
     return 20 * functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@cache
+def seen(dtype):
+    """The profile, which knows no optimizer."""
+    return armillary.profile(made(dtype), [batch_of(rank, 0) for rank in range(2)], loss, workers=2)
+
+
 def planned(make, constraint=None, dtype=torch.float64, **asked):
     """By price, or with rows spread."""
     model = made(dtype)
-    seen = armillary.profile(model, [batch_of(rank, 0) for rank in range(2)], loss, workers=2)
     assumptions = armillary.assumptions_of(make(model.parameters()), model)
     wished = {} if constraint is None else {TABLE: constraint}
-    return armillary.plan(seen, face.machines(2), constraints=wished, assumptions=assumptions, **asked)
+    return armillary.plan(seen(dtype), face.machines(2), constraints=wished, assumptions=assumptions, **asked)
 
 
 def refused(kind, make, wish):

@@ -218,7 +218,7 @@ JOBS = {
 }
 RANKS = 2
 STOPPED = {"stop": [1], "stop of the store": [0]}
-TOGETHER = 6  # jobs that wait at the same time, so that the tests need not
+TOGETHER = 9  # jobs that wait at the same time, so that the tests need not
 
 
 @cache

@@ -134,7 +134,7 @@ def test_the_end_of_a_block_closes_and_the_model_can_be_attached_again(crew, nam
 
 def failing(rank, world, name, plan):
     """The last rank leaves its block by an error of its own; what the others are told, and when."""
-    run = started(name, plan, timeout=6.0)  # what is under way when a rank leaves ends by its timeout
+    run = started(name, plan, timeout=4.0)  # what is under way when a rank leaves ends by its timeout
     began = 0.0
     try:
         with face.block(run):

@@ -141,16 +141,17 @@ def until_one_is_gone(rank, ranks, folder, x, signal_number):
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("stopped", "kind"), [((), signal.SIGKILL), ((1,), signal.SIGSTOP)], ids=["killed", "stopped"])
-def test_a_rank_that_is_gone_is_named_on_the_others_within_10_seconds(tmp_path, stopped, kind):
+def test_a_rank_that_is_gone_is_named_on_the_others_within_10_seconds(tmp_path):
+    """Killed, or stopped."""
     model = perceptron()
     cut(model).save(tmp_path)
-    job = Job(WORKERS, until_one_is_gone, str(tmp_path), data(model)[0], kind)
-    ended = job.ended(stopped=(1,))
-    for one in (ended[0], ended[2]):
-        seconds, _, text = one.out.partition(" ")
-        assert one.code == 0, one
-        assert float(seconds) < 10 and ": rank 1; start the job again on every rank" in text, one
+    given = str(tmp_path), data(model)[0]
+    for job in [Job(WORKERS, until_one_is_gone, *given, kind) for kind in (signal.SIGKILL, signal.SIGSTOP)]:
+        ended = job.ended(stopped=(1,))
+        for one in (ended[0], ended[2]):
+            seconds, _, text = one.out.partition(" ")
+            assert one.code == 0, one
+            assert float(seconds) < 10 and ": rank 1; start the job again on every rank" in text, one
 
 
 def test_one_process_serves_a_model_that_is_not_cut(tmp_path):

@@ -122,12 +122,12 @@ def clips_of(mode):
     loose = [Clip(LOOSE, by) for by in NORMS]
     if mode == "one_device":
         made = [cyclic(1), *rings(3)[1::2], cyclic(4, slack=2), cyclic_pipeline(3, 2, 2), cyclic_pipeline(3, 4, 3)]
-        both = [replace(one, dtype=dtype) for one in clipped(mode, made, *EVERY_CLIP, *loose)
-                for dtype in PRECISIONS]  # fmt: skip
+        both = clipped(mode, made, *EVERY_CLIP, *loose)
         both += [Case(cyclic(3, slack=3), clip=clip, optimizer="adagrad", **LATE) for clip in EVERY_CLIP]
         return both + clipped(mode, [gpipe(3, 2)], *EVERY_CLIP)
     if mode == "ring":
-        made = [cyclic(1), *rings(2), *rings(3)[1::2], *rings(4)[2:], simultaneous(3, 2), delayed_all_reduce(3, 2)]
+        made = [cyclic(1), *rings(2)[::2], *rings(3)[1::2], *rings(4)[2::2],
+                simultaneous(3, 2), delayed_all_reduce(3, 2)]  # fmt: skip
         slow = product((cyclic(3, slack=1), cyclic(4, 5, slack=4)), LOOKED_AT, EVERY_CLIP)
         return [
             *clipped(mode, made, *EVERY_CLIP), *clipped(mode, [cyclic(4, slack=2), cyclic(3, 6, 3)], *loose),
@@ -175,11 +175,11 @@ def under_autocast(mode):
 
 @pytest.mark.parametrize("mode", modes.MODES)
 def test_it_trains_as_the_reference_does_bit_for_bit(crew, mode):
-    """In float32 and float64 by turns; every fourth with dropout, on processes."""
+    """In float32 and float64 by turns; every third with dropout, on processes, the others in threads."""
     every = [Case(one, dtype=dtype) for one, dtype in zip(SCHEDULES[mode], cycle(PRECISIONS))]
-    compare(crew, mode, every if mode == "one_device" else every[::4])
-    if mode != "one_device":
-        compare_in_threads(mode, every)
+    on_processes = every if mode == "one_device" else every[::3]
+    compare(crew, mode, on_processes)
+    compare_in_threads(mode, [one for one in every if one not in on_processes])
 
 
 @pytest.mark.parametrize("mode", OTHERS)

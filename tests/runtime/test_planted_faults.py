@@ -1,6 +1,7 @@
 """The faults cyclic runtimes are known to make, planted: the comparison with the reference must catch each of them."""
 
 import queue
+from functools import cache
 
 import pytest
 import torch
@@ -218,14 +219,19 @@ def test_sums_in_another_order_of_workers_are_told_apart(mode, monkeypatch):
     assert is_true(mode, schedule, other) and not is_true(mode, schedule, truth)
 
 
+@cache
+def truth_of_run(run):
+    return truth_of(RUNS[run][1])
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_without_a_fault_the_comparison_is_passed(run):
-    assert is_true(*RUNS[run], truth_of(RUNS[run][1]))
+    assert is_true(*RUNS[run], truth_of_run(run))
 
 
 @pytest.mark.parametrize(("run", "owner", "name", "fault"), CASES)
 def test_a_planted_fault_is_caught(run, owner, name, fault, monkeypatch):
-    truth = truth_of(RUNS[run][1])
+    truth = truth_of_run(run)
     monkeypatch.setattr(owner, name, fault)
     monkeypatch.setattr(modes, "WAIT_SECONDS", 1.0)  # a fault may end in waiting for ever
     try:

@@ -23,7 +23,7 @@ from armillary.session.attach import attach
 from armillary.session.plan_job import JobRequest
 from armillary.session.report import held_by_group
 from armillary.session.verify import verify_workload
-from owned import started
+from owned import loss, optimizer_of, started
 from staged_models import same
 
 WIDTH, ROWS = 4, 3
@@ -35,16 +35,6 @@ def model_of(dropout=0.0):
     torch.manual_seed(3)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)]
     return nn.Sequential(*blocks).double()
-
-
-def optimizer_of(model):
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
-    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=0.02, weight_decay=0.1)
-
-
-def loss(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def with_penalty(model, batch):

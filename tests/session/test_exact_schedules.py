@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from armillary.planning.planner import plan
 from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
-from owned import started
+from owned import loss, optimizer_of, same, started
 
 WIDTH, ROWS, VOCABULARY, STEPS, TIGHT = 4, 3, 11, 4, 0.05
 CUTS = {1: [], 2: ["2"], 3: ["2", "4"]}  # by number of stages
@@ -33,16 +32,6 @@ def model_of(has_table):
     first = Words() if has_table else nn.Linear(WIDTH, WIDTH)
     rest = itertools.chain(*((nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
     return nn.Sequential(first, *rest, nn.Tanh()).double()
-
-
-def optimizer_of(model):
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
-    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=0.02, weight_decay=0.1)
-
-
-def loss(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def batch_of(step, number, has_table):
@@ -117,17 +106,6 @@ def job(rank, world, cases):
         found.append(([list(one.losses) for one in known], run.export()))
         run.close()
     return found
-
-
-def same(these, those):
-    """Bit for bit, whatever nests the tensors."""
-    if isinstance(these, torch.Tensor):
-        return torch.equal(these, those)
-    if isinstance(these, dict):
-        return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
-    if isinstance(these, list | tuple):
-        return len(these) == len(those) and all(map(same, these, those))
-    return these == those
 
 
 def refuted(answers, truth, micro_batches, is_side_by_side):

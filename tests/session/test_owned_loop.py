@@ -17,6 +17,7 @@ from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
 from armillary.reference.versions import Reference, WorkersReference
 from armillary.schedules import options_of, read
+from owned import loss, optimizer_of, same
 
 WIDTH, ROWS, STEPS = 4, 3, 4
 FLUSHED = [("gpipe", {"micro_batches": 3}, 2), ("one_f_one_b", {"micro_batches": 3}, 2),
@@ -40,16 +41,6 @@ def model_of(dtype=torch.float64):
     torch.manual_seed(3)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.3)) for _ in range(4)]
     return nn.Sequential(*blocks).to(dtype)
-
-
-def optimizer_of(model):
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() == 1]
-    return torch.optim.AdamW([{"params": rest, "weight_decay": 0.0}, {"params": decayed}], lr=0.02, weight_decay=0.1)
-
-
-def loss(model, batch):
-    return functional.mse_loss(model(batch[0]), batch[1])
 
 
 def batch_of(step, micro_batch, dtype=torch.float64):
@@ -122,17 +113,6 @@ def truth(made, steps, drains=(), dtype=torch.float64, is_half=False):
                 losses.append(reference.step(pairs))
         rate.step()
     return model.state_dict(), optimizer.state_dict(), losses
-
-
-def same(these, those):
-    """Bit for bit, whatever nests the tensors."""
-    if isinstance(these, torch.Tensor):
-        return torch.equal(these, those)
-    if isinstance(these, dict):
-        return these.keys() == those.keys() and all(same(these[key], those[key]) for key in these)
-    if isinstance(these, list | tuple):
-        return len(these) == len(those) and all(map(same, these, those))
-    return these == those
 
 
 def apart(these, those):
@@ -261,32 +241,6 @@ def test_what_was_saved_under_one_plan_opens_under_another(crew, elsewhere, tmp_
     assert same(dict(exported["model"]), dict(weights))
     assert same(exported["optimizer"]["state"], state["state"])
     assert loop == {"rank": 0}
-
-
-def raise_on_one_rank(rank, world, made):
-    model = model_of()
-    found = options_of(made)
-    run = armillary.attach(
-        made, model, optimizer_of(model), loss=loss, example=batch_of(0, 0), report_after=1.0, timeout=5.0
-    )
-
-    def train():
-        with run:
-            for step in range(8):
-                if (rank, step) == (1, 4):
-                    raise KeyError("no such word")
-                run.step(given(found, step, rank, world))
-
-    with pytest.raises((KeyError, RuntimeError)) as caught:
-        train()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["pipeline", "ring"])
-def test_an_exception_of_one_rank_is_quoted_by_the_others(crew, name):
-    mine, other = crew(2).run(raise_on_one_rank, plan_of(name, {}, 2))
-    assert "no such word" in other
-    assert "The first error was on rank 1: KeyError: 'no such word'" in mine
 
 
 def refusals(rank, world, made):

@@ -1,7 +1,6 @@
 """Laws of `verify`: N workers are one process, under every exchange; and what is not equal is not called equal."""
 
 import dataclasses
-from itertools import product
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from armillary.session.plan_job import JobRequest, model_to_plan, plan_job
 from armillary.session.verification import TOLERANCE
 from armillary.session.verify import verify_workload
 
-WORKLOADS = ("language_model", "recommender", "translation", "vision")
-
 
 def workload_of(name, **options):
     return find(name, {**small(name), **options})
@@ -27,7 +24,17 @@ def verify_one(rank, workers, name, options):
     return verify_workload(workload_of(name, **options), steps=3)
 
 
-@pytest.mark.parametrize(("name", "workers"), [*product(WORKLOADS, (1, 3)), *zip(WORKLOADS, (2, 4, 2, 4), strict=True)])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        ("language_model", 1),
+        ("language_model", 2),
+        ("recommender", 4),
+        ("translation", 3),
+        ("vision", 2),
+        ("vision", 3),
+    ],
+)
 def test_workers_train_as_one_process_does_under_every_exchange(crew, name, workers):
     found, *others = crew(workers).run(verify_one, name, {})
     assert found.is_equal, str(found)
