@@ -165,7 +165,7 @@ def refused(rank, world, plan, numbers):
     mine = [pair_batch(0, number) for number in numbers[rank]]
     with pytest.raises(ValueError, match="hand in the same micro-batches") as error:
         face.step(run, mine)
-    run.run._engine.give_up("")
+    run.run._engine.hooks.close()
     return str(error.value)
 
 
@@ -186,7 +186,7 @@ def told_of_the_same(rank, world, plan):
         face.step(run, [pair_batch(step, 0)])
     with pytest.raises(ValueError, match="same data") as error:
         face.step(run, [pair_batch(2, 0)])
-    run.run._engine.give_up("")
+    run.run._engine.hooks.close()
     return str(error.value)
 
 

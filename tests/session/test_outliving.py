@@ -94,7 +94,7 @@ def keep_the_model_alone(rank, workers):
             plain_step(run, model, optimizer, batch, step)
             has_waited += waiting_of(run)
     run._engine.finish()
-    run._engine.detach()
+    run._engine.hooks.close()
     gone = [weakref.ref(run), weakref.ref(optimizer)]
     del run, optimizer, batches
     gc.collect()

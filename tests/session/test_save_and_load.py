@@ -165,7 +165,7 @@ def loads_over_a_started_step(rank, world, folder, departures):
     again = run.export()
     train(run, range(1))
     resumed = run.export()
-    run._engine.detach()
+    run._engine.hooks.close()
     fresh = begin(world, "adam", departures=departures)
     train(fresh, range(1))
     far = unlike(first, again), unlike(fresh.export(), resumed)

@@ -5,17 +5,12 @@ brings a schedule may bring its driver with it, as it is imported:
 
     DRIVERS.register("my_driver", Driver(checks=..., begin=...))
     SCHEDULES.register("my_schedule", Method(..., step_mode="my_driver"))
-
-A change to a model and its optimizer that is made whole or not at all.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from armillary.plans.plan import Plan
 from armillary.plans.registry import Registry
@@ -28,14 +23,14 @@ from armillary.session.job import Job, TrainJob
 from armillary.session.owners_engine import OwnersLoop
 from armillary.session.plan_validation import OF_HOOKS, OF_OWNERS, OF_SCHEDULES, Check, PlanQuestion, why_unfit
 from armillary.session.schedule_engine import OwnedLoop
+from armillary.session.undo import rollback_on_error
 from armillary.session.validation import refuse_on_every_rank
-from armillary.tables.handle import TableHandle, become
 from armillary.tables.meta_init import begin_optimizer_state, materialise
 from armillary.tables.optimizers import members
 from armillary.transport.agreement import begin_alike
 from armillary.transport.transport import Transport
 
-__all__ = ["DRIVERS", "Driver", "driver_of", "open_plan", "rollback_on_error"]
+__all__ = ["DRIVERS", "Driver", "driver_of", "open_plan"]
 
 
 @dataclass(frozen=True)
@@ -62,32 +57,6 @@ def driver_of(plan: Plan) -> Driver:
     return DRIVERS[SCHEDULES[plan.schedule.name].step_mode]
 
 
-@contextmanager
-def rollback_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-    """After an error inside, parameters and buffers are what they were, on the meta device too, and the optimizer holds
-    them and the state that it held. So is torch's random state. Values that were written to in place stay written."""
-    plain = [parameter for parameter in model.parameters() if not isinstance(parameter, TableHandle)]
-    held = [(parameter, parameter.data, parameter.requires_grad) for parameter in plain]
-    groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-    state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    stream = torch.get_rng_state()
-    try:
-        yield
-    except BaseException:
-        for parameter, values, requires_grad in held:
-            if isinstance(parameter, TableHandle) or parameter.is_meta != values.is_meta:
-                become(parameter, nn.Parameter(values, requires_grad))
-        for module, named in buffers:
-            module._buffers.update(named)
-        torch.set_rng_state(stream)
-        for group, params in groups:
-            group["params"][:] = params
-        optimizer.state.clear()
-        optimizer.state.update(state)
-        raise
-
-
 def open_plan(plan: Plan, job: TrainJob, transport: Transport) -> Job:
     """Collective: the plan at work, by the driver that its schedule names.
 
@@ -108,12 +77,7 @@ def open_plan(plan: Plan, job: TrainJob, transport: Transport) -> Job:
 
 def _user_loop(plan: Plan, job: TrainJob, transport: Transport, rows: Mapping[str, Tensor]) -> Job:
     first = FirstBatches(transport, job.check_data)
-    units = units_of(plan, job, transport, first, rows)
-    try:
-        return UserLoop(plan, job, units, first)
-    except BaseException:
-        units.executor.release()
-        raise
+    return UserLoop(plan, job, units_of(plan, job, transport, first, rows), first)
 
 
 def _owned_loop(plan: Plan, job: TrainJob, transport: Transport, _: Mapping[str, Tensor]) -> Job:

@@ -3,15 +3,14 @@
 Nothing here is needed by a plain loop; what `Run` says of each method holds here.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.look_up import State
 from armillary.plans.plan import Plan
@@ -29,7 +28,6 @@ from armillary.session.health import agree_on_found_inf
 from armillary.session.hooks_state import (
     Units,
     WindowOptions,
-    ZeroGradHook,
     refuse_strangers,
     rest_of,
     tell_of_zero_grad,
@@ -40,7 +38,7 @@ from armillary.session.traffic_meter import MANY_RECORDS, TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch as MicroBatch
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.build import refuse_reads, unshard_tables
+from armillary.tables.build import Whole, whole_tables
 from armillary.tables.optimizer_state import close_window, open_window, parameter_names
 from armillary.tables.optimizers import holder, hooks_beside, members
 from armillary.tables.table import RowTable
@@ -61,24 +59,28 @@ class UserLoop:
         self.transport, self.first, self.watcher = units.executor.transport, first, job.watcher
         self._is_asking, self._left, self.coded = False, LeftOver(), ()  # for the state, itself; of streams; no edges
         self.averages: dict[str, Average] = {}
-        self._undo: list[RemovableHandle] = []
-        self._unscale: list[Callable[[], None]] = []  # puts the scaler's own method back
+        self.hooks = ExitStack()
+        self.hooks.callback(lambda: self._release())
+        stepped = [one.register_step_pre_hook(self._before_step) for one in members(job.optimizer)]
+        stepped += [one.register_step_post_hook(self._after_step) for one in members(job.optimizer)]
+        self._own_hooks = {handle.id for handle in stepped}
+        for handle in stepped:
+            self.hooks.callback(handle.remove)
         for one in members(job.optimizer):
-            self._undo += [one.register_step_pre_hook(self._before_step), one.register_step_post_hook(self._after_step)]
-        self._heard = [tell_of_zero_grad(one, self._thrown_away) for one in members(job.optimizer)]
+            self.hooks.callback(tell_of_zero_grad(one, self._thrown_away))
         try:
             self.begin(plan, units)
         except BaseException:
-            self._unhook()
+            self.hooks.close()
             raise
         first.look_at(job.model)
         if job.scaler is not None:
-            self._unscale.append(agree_on_found_inf(job.scaler, self.transport, partial(self.serve, "idle")))
+            self.hooks.callback(agree_on_found_inf(job.scaler, self.transport, partial(self.serve, "idle")))
 
     def begin(self, plan: Plan, units: Units) -> None:
         """The plan comes into force, between two steps; one that was in force before has been released."""
         executor, job = units.executor, self.job
-        self.plan, self.executor, self.held, self.handles = plan, executor, units.held, units.handles
+        self.plan, self.executor, self.held = plan, executor, units.held
         # where replicas differ, each rank's statistics are of its own weights
         is_shared = job.broadcast_buffers and plan.consensus == "same"
         self.buffers = Buffers(job.model, self.transport, is_shared)
@@ -97,7 +99,8 @@ class UserLoop:
         self._window_options.refuse_new(self._windows())
         for one in members(job.optimizer):
             if self._spread(one):
-                self._undo += refuse_state(one, self._refuse_state)
+                for handle in refuse_state(one, self._refuse_state):
+                    self.hooks.callback(handle.remove)
         if self.averages:
             executor.prefetch.delay.stop()
 
@@ -258,36 +261,16 @@ class UserLoop:
         """Brings the tally up to date."""
         self.traffic_meter.add(self.transport.take_records())
 
-    def undo(self, gather: bool) -> None:
-        """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
-        with torch.no_grad(), self.transport.unrecorded():
-            take_mean(self.units, self.model, self.optimizer, self.transport)
-            if gather:
-                unshard_tables(self.optimizer, self.tables, self.held, self.handles, self.transport)
-            else:
-                why = "the run was closed with gather=False; export it first, or close it with gather=True"
-                refuse_reads(self.tables.values(), self.optimizer, why)
-        self.detach()
-
-    def give_up(self, why: str) -> None:
-        """Stops at once; asks nobody. What was under way is lost."""
-        self.detach()
-        refuse_reads(self.tables.values(), self.optimizer, why)
-
-    def detach(self) -> None:
-        """Stops exchanging; asks nobody. Tables stay handles."""
+    def _release(self) -> None:
         self.executor.release()
         self.first.look_away()
         if self.watcher is not None:
             self.watcher.stop()
-        self._unhook()
 
-    def _unhook(self) -> None:
-        handles: list[RemovableHandle | ZeroGradHook] = [*self._undo, *self._heard]
-        for handle in handles:
-            handle.remove()
-        for restore in self._unscale:
-            restore()
+    def whole(self, gather: bool) -> dict[str, Whole]:
+        """Tables. Where replicas differ, each has the mean from here on."""
+        take_mean(self.units, self.model, self.optimizer, self.transport)
+        return whole_tables(self.optimizer, self.tables, self.held, self.transport) if gather else {}
 
     def _thrown_away(self, optimizer: Optimizer) -> None:
         others = []
@@ -332,7 +315,7 @@ class UserLoop:
             self.executor.settle(LATE)
         self.executor.refuse_written()
         self.executor.options.read(optimizer)
-        if hooks_beside(self.optimizer, {handle.id for handle in self._undo}):  # who may look at rows it moves
+        if hooks_beside(self.optimizer, self._own_hooks):  # who may look at rows it moves
             self.executor.prefetch.delay.join()
         self.executor.before_step()
         with torch.no_grad():

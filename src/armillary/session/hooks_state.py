@@ -37,7 +37,6 @@ from armillary.transport.transport import Transport
 __all__ = [
     "Units",
     "WindowOptions",
-    "ZeroGradHook",
     "prefetch_of",
     "refuse_strangers",
     "rest_of",
@@ -66,24 +65,9 @@ def steps_to_learn(plan: Plan) -> int:
     return WATCHED_DRAWS + DEPTH if plan.looks_ahead else 0
 
 
-@dataclass(frozen=True)
-class ZeroGradHook:
-    """`remove`: the optimizer has its own method again."""
-
-    optimizer: weakref.ref[Optimizer]
-    ours: Any
-    before: dict[str, Any]
-
-    def remove(self) -> None:
-        optimizer = self.optimizer()
-        if optimizer is not None and vars(optimizer).get("zero_grad") is self.ours:  # else somebody wrapped it since
-            del optimizer.zero_grad
-            vars(optimizer).update(self.before)
-
-
-def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> ZeroGradHook:
-    """Until it is removed, calls told(optimizer), a bound method, after each `zero_grad`. Whom it tells is known
-    weakly: the optimizer is the user's."""
+def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Calls told(optimizer), a bound method, after each `zero_grad`, until what is returned takes that back. Whom it
+    tells is known weakly: the optimizer is the user's."""
     known, listener = weakref.ref(optimizer), weakref.WeakMethod(told)
     before = {name: value for name, value in vars(optimizer).items() if name == "zero_grad"}
 
@@ -95,8 +79,14 @@ def tell_of_zero_grad(optimizer: Optimizer, told: Callable[[Optimizer], None]) -
         if heard is not None:
             heard(one)
 
+    def restore() -> None:
+        one = known()
+        if one is not None and vars(one).get("zero_grad") is zero_grad:  # else somebody wrapped it since
+            del one.zero_grad
+            vars(one).update(before)
+
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    return ZeroGradHook(known, zero_grad, before)
+    return restore
 
 
 NO_ROWS: Mapping[str, Tensor] = {}
@@ -107,12 +97,10 @@ class Units:
     """
     Args of note:
         held: optimizer state of the tables of which the optimizer sees a window only, by name.
-        handles: the parameter objects that are the tables' handles, by name.
     """
 
     executor: Executor
     held: dict[str, Held] = field(default_factory=dict)
-    handles: Mapping[str, nn.Parameter] = field(default_factory=dict)
 
 
 def units_of(
@@ -128,11 +116,9 @@ def units_of(
     units: list[DenseUnit | RowUnit] = []
     rewritten = _rewritten(job)
     held: dict[str, Held] = {}
-    handles: dict[str, nn.Parameter] = {}
     for group in plan.groups:
         if group.own_exchange.name in row_exchanges():
             name = group.parameters[0]
-            handles[name] = trainable[name]
             table, held[name] = make_table(group, trainable[name], job.optimizer, transport, shards.get(name))
             put_handle(trainable[name], table)
             units.append(RowUnit(group.name, table))
@@ -150,7 +136,7 @@ def units_of(
     if job.check_finite:
         finite = FiniteCheck(transport)
         executor.on_local_grads, executor.on_settled = finite.look, finite.and_then(first.compare)
-    return Units(executor, held, handles)
+    return Units(executor, held)
 
 
 def _rewritten(job: TrainJob) -> frozenset[str]:

@@ -6,7 +6,7 @@ nobody. Those rows stand with their table (`RowTable.averages`), and are saved a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -24,6 +24,7 @@ from armillary.runtime.replica_checks import ReplicatedState
 from armillary.session.data_check import FirstBatches
 from armillary.session.traffic_meter import TrafficMeter
 from armillary.stages.train_spec import StepLosses
+from armillary.tables.build import Whole
 from armillary.tables.optimizer_state import Held
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
@@ -271,11 +272,13 @@ class Job(Protocol):
         """Collective. Inside, model, optimizer, `tables` and `held` take the values of a checkpoint of this name, which
         was saved under this plan; behind it the run goes on from them."""
 
-    def undo(self, gather: bool) -> None:
-        """Collective, after `finish`: model and optimizer are plain again. gather: whether whole tables come back."""
+    @property
+    def hooks(self) -> ExitStack:
+        """Closed, it takes off all that hangs on model, optimizer and scaler; asks nobody."""
 
-    def give_up(self, why: str) -> None:
-        """Stops at once; asks nobody."""
+    def whole(self, gather: bool) -> Mapping[str, Whole]:
+        """Collective, after `finish`, before the hooks go: parameters that do not hold their newest values here, or are
+        held by the optimizer in another's place. gather: whether tables are among them."""
 
     def count(self) -> None:
         """Brings the tally up to date."""

@@ -7,14 +7,13 @@ pushed is stepped with. Inside them the model is whole and plain on every rank, 
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.look_up import State
 from armillary.owners.bodies import BodyForm
@@ -30,9 +29,11 @@ from armillary.schedules.registry import options_of as schedule_of
 from armillary.session.data_check import FirstBatches
 from armillary.session.job import Average, NamedTensor, TrainJob
 from armillary.session.traffic_meter import OTHER, TrafficMeter
+from armillary.session.undo import begun_anew, copies
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch, device_of
 from armillary.stages.train_spec import StepLosses
+from armillary.tables.build import Whole
 from armillary.tables.handle import TableHandle, become
 from armillary.tables.optimizer_state import Held, named_groups, parameter_names
 from armillary.tables.table import RowTable
@@ -63,7 +64,7 @@ class OwnersLoop:
         self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
         self.shapes = {name: tuple(one.shape) for name, one in job.model.named_parameters(remove_duplicate=False)}
-        self.first = FirstBatches(transport, False)
+        self.first, self.hooks = FirstBatches(transport, False), ExitStack()
         self.begin()
 
     def begin(self) -> None:
@@ -85,10 +86,10 @@ class OwnersLoop:
         self._hide()
         forward = partial(_loss, self.job, self.model)
         self.worker = Worker(self.mailbox, ownings, self.model, self._tables, self.forms, forward)
-        self._undo: list[RemovableHandle] = [
-            self.optimizer.register_step_pre_hook(self._refuse_own_step),
-            *refuse_state(self.optimizer, self._refuse_state),
-        ]
+        stepped = self.optimizer.register_step_pre_hook(self._refuse_own_step)
+        for handle in (stepped, *refuse_state(self.optimizer, self._refuse_state)):
+            self.hooks.callback(handle.remove)
+        self.hooks.callback(self.mailbox.give_up)
         self.owner.start()
 
     @property
@@ -273,35 +274,15 @@ class OwnersLoop:
     def as_it_was(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    @contextmanager
-    def reloading(self, saved_plan: Mapping[str, Any], name: str) -> Iterator[None]:
-        self.undo(gather=True)
-        yield
-        self.begin()
+    def reloading(self, saved_plan: Mapping[str, Any], name: str) -> AbstractContextManager[None]:
+        return begun_anew(self, self.begin)
 
-    def undo(self, gather: bool) -> None:
-        """Collective, after `finish`: model and optimizer are plain again, whatever `gather` is."""
-        with torch.no_grad(), self.transport.unrecorded():
-            self.serve()
-            self._show()
-            state = self._states()
-            self.mailbox.close()
-            self.owner.join(self.transport.watchdog.timeouts.timeout)
-            self._detach()
-            parameters = dict(self.model.named_parameters())
-            held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
-            for name, entries in state.items():
-                if entries and id(parameters[name]) in held:
-                    self.optimizer.state[parameters[name]] = dict(entries)
-
-    def give_up(self, why: str) -> None:
-        """Stops at once; asks nobody. What the others own is lost, so tables stay handles."""
-        self.mailbox.give_up()
-        self._detach()
-
-    def _detach(self) -> None:
-        for handle in self._undo:
-            handle.remove()
+    def whole(self, gather: bool) -> dict[str, Whole]:
+        """Nobody's values are asked for any more: the owner's thread ends."""
+        found = copies(self)
+        self.mailbox.close()
+        self.owner.join(self.transport.watchdog.timeouts.timeout)
+        return found
 
     def _refuse_own_step(self, *_: Any) -> NoReturn:
         raise RuntimeError(

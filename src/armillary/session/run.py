@@ -26,6 +26,7 @@ from armillary.session.job import Job
 from armillary.session.load import load
 from armillary.session.report import Report, last_steps, report_of
 from armillary.session.save import export, save
+from armillary.session.undo import give_up, undo
 from armillary.stages.train_spec import StepLosses
 from armillary.transport.transport import Transport
 
@@ -273,7 +274,7 @@ class Run:
             told = engine.drained()
             engine.finish()
             apart = unless_it_ends_an_error(engine, "run.close")
-            engine.undo(gather)
+            undo(engine, gather)
         self._let_go("was closed")
         if self._owns_transport:
             engine.transport.close()
@@ -287,14 +288,14 @@ class Run:
             return
         engine, why = self._engine, f"ended on rank {self._rank} with {type(error).__name__}: {error}"
         engine.transport.tell(f"{type(error).__name__}: {error}")
-        engine.give_up(why)
+        give_up(engine, why)
         self._let_go(why)
         if self._owns_transport:
             engine.transport.give_up()
 
     def _let_go(self, why: str) -> None:
-        for undo in self._undo:
-            undo()
+        for take_back in self._undo:
+            take_back()
         self._closed = why
 
     @contextmanager

@@ -6,14 +6,10 @@ clip_by). Autocast around `run.step` reaches forward and loss of its micro-batch
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from itertools import islice
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from armillary.exchanges.look_up import State
 from armillary.plans.mesh import DATA
@@ -31,9 +27,11 @@ from armillary.session.instruction_engine import InterpretedEngine, LossBroadcas
 from armillary.session.job import Average, NamedTensor, TrainJob
 from armillary.session.stage_setup import Engine, set_up_stages
 from armillary.session.traffic_meter import MANY_RECORDS, EdgeLabels, TrafficMeter
+from armillary.session.undo import begun_anew, copies
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch
 from armillary.stages.train_spec import StepLosses
+from armillary.tables.build import Whole
 from armillary.tables.optimizer_state import Held, named_groups, parameter_names
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
@@ -63,12 +61,10 @@ class OwnedLoop:
         self.tables: Mapping[str, RowTable] = {}
         self.held: Mapping[str, Held] = {}
         self.names = parameter_names(job.model, job.optimizer, {})
-        self.originals = dict(job.model.named_parameters())
         self.shapes = {name: tuple(one.shape) for name, one in job.model.named_parameters(remove_duplicate=False)}
-        self._groups = [dict(group) | {"params": list(group["params"])} for group in job.optimizer.param_groups]
         self._finished: list[StepLosses] = []
         self._taken = 0  # steps here
-        self._undo: list[RemovableHandle] = []
+        self.hooks = ExitStack()
         self._is_at_work = False  # the engine, which may step the optimizer
         self._broken = ""  # by which error, half way
         one_each = [rank for rank in range(plan.workers) if plan.mesh.sharing_data(rank)[0] == rank]
@@ -79,23 +75,25 @@ class OwnedLoop:
 
     def begin(self) -> None:
         """From a plain model and optimizer, at the transport's step."""
-        self._undo.clear()
         self.first_step = self.transport.step  # of this part of the training
         self.parts = set_up_stages(self.plan, self.job, self.transport, self.first_step)
         self.coded, self.engine = self.parts.coded, self._driven()
+        self.hooks.callback(self.engine.detach)
         self.owners = [self.options.where.owner(stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:
-            self._undo += refuse_state(self.optimizer, self._refuse_state)
+            for handle in refuse_state(self.optimizer, self._refuse_state):
+                self.hooks.callback(handle.remove)
         who = f"rank {self.rank}: under schedule {self.plan.schedule.name}"
         self.taken: AttachedState = attached_state(who, self.parts)
 
     def _driven(self) -> Engine:
         """By the list of instructions; without a loss by the loop of the user's own."""
         if self.job.loss is not None:
-            self._undo.append(self.optimizer.register_step_pre_hook(self._refuse_own_step))
+            self.hooks.callback(self.optimizer.register_step_pre_hook(self._refuse_own_step).remove)
             return InterpretedEngine(self.parts)
         self.first.look_at(self.model)
+        self.hooks.callback(self.first.look_away)
         return OwnLoopEngine(self.parts, lambda: self.taken.refuse_changed(), self._looped)
 
     def _stepped(self) -> None:
@@ -271,7 +269,7 @@ class OwnedLoop:
         for stage, owner in zip(self.parts.stages, self.owners, strict=True):  # one stage at a time on the network
             held = {name: mine[name] for name in stage.names.values() if name in mine and name not in state}
             state.update(self.transport.share(held if self.rank == owner else None)[owner])
-        groups = named_groups(self.optimizer, self.names, (len(given["params"]) for given in self._groups))
+        groups = named_groups(self.optimizer, self.names, map(len, self.taken.groups))
         ordered = {name: state[name] for name in self.names if name in state}
         with self.newest():
             model = dict(self.model.state_dict())
@@ -279,14 +277,8 @@ class OwnedLoop:
 
     def _states(self) -> dict[str, dict[str, Any]]:
         """The optimizer state that this process holds, by name. Owners keep that of their stages."""
-        states = ((name, self.optimizer.state.get(parameter, {})) for name, parameter in self._masters())
+        states = ((name, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters())
         return {name: dict(entries) for name, entries in states if entries}
-
-    def _masters(self) -> Iterator[tuple[str, Tensor]]:
-        """What the optimizer steps on here, by name."""
-        names = iter(self.names)
-        for given, group in zip(self._groups, self.optimizer.param_groups):
-            yield from zip(islice(names, len(given["params"])), group["params"], strict=True)
 
     def as_it_was(self) -> AbstractContextManager[None]:
         return self.taken.as_it_was()
@@ -294,37 +286,12 @@ class OwnedLoop:
     @contextmanager
     def reloading(self, saved_plan: Mapping[str, Any], name: str) -> Iterator[None]:
         """The engine is built anew, on the same connections."""
-        self.undo(gather=True)
-        self.losses()  # of steps that are behind the training which is loaded now: nobody is told
-        yield
-        self.begin()
+        with begun_anew(self, self.begin):
+            self.losses()  # of steps that are behind the training which is loaded now: nobody is told
+            yield
 
-    def undo(self, gather: bool) -> None:
-        """Collective, after `finish`: model and optimizer are plain again, whatever `gather` is."""
-        with torch.no_grad(), self.transport.unrecorded():
-            with self.rest() as rest:
-                whole = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-            self._detach()
-            options = [dict(group) for group in self.optimizer.param_groups]
-            self.optimizer.state.clear()
-            for group, given, now in zip(self.optimizer.param_groups, self._groups, options):
-                group.clear()
-                group.update({**now, **{key: given[key] for key in ("params", "param_names") if key in given}})
-                group["params"] = list(given["params"])
-            for name, values in whole.items():
-                self.originals[name].data = values
-            for name, entries in rest["optimizer"]["state"].items():
-                self.optimizer.state[self.originals[name]] = dict(entries)
-
-    def give_up(self, why: str) -> None:
-        """Stops at once; asks nobody. What was under way is lost."""
-        self._detach()
-
-    def _detach(self) -> None:
-        self.engine.detach()
-        self.first.look_away()
-        for handle in self._undo:
-            handle.remove()
+    def whole(self, gather: bool) -> dict[str, Whole]:
+        return copies(self)
 
     def _refuse_state(self, _: Optimizer, call: str, remedy: str) -> NoReturn:
         raise RuntimeError(
@@ -341,9 +308,8 @@ class OwnedLoop:
 
     def held_tensors(self) -> Iterator[NamedTensor]:
         """Gradients as they cross are held, too, and what their exchanges keep."""
-        yield from (NamedTensor(name, weight) for name, weight in self.model.named_parameters())
-        for name, master in self._masters():
-            for one in (master, *self.optimizer.state.get(master, {}).values()):
+        for name, weight in self.model.named_parameters():
+            for one in (weight, *self.optimizer.state.get(weight, {}).values()):
                 yield NamedTensor(name, one)
         for unit in self.units:
             buckets = [bucket.flat for bucket in (unit.bucket, unit.spare) if bucket is not None]

@@ -38,7 +38,6 @@ from armillary.profiler.loop_watch import LoopWatch, Told
 from armillary.profiler.profiler import watched_profile
 from armillary.profiler.unfit_model import at_rest
 from armillary.session.asked_methods import Given, WatchedBatch, naming_remedies, of_outputs
-from armillary.session.drivers import rollback_on_error
 from armillary.session.events import PlannedJob
 from armillary.session.forecast_correction import FROM_STEP, TO_STEP, ForecastCorrection
 from armillary.session.hooks_engine import UserLoop
@@ -46,6 +45,7 @@ from armillary.session.hooks_state import units_of
 from armillary.session.plan_cache import BatchShapes, PlanCache, Shapes, joined
 from armillary.session.plan_job import ModelToPlan, assumptions_of, timed_owners
 from armillary.session.plan_validation import OF_HOOKS, PlanQuestion, why_unfit
+from armillary.session.undo import rollback_on_error
 from armillary.session.validation import NOT_HELD, refuse_on_every_rank, unheld
 from armillary.tables.handle import why_fixed
 from armillary.tables.table import RowTable

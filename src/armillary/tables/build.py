@@ -16,24 +16,24 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_row
 from armillary.plans.group import Group
-from armillary.tables.handle import TableHandle, become, why_fixed
+from armillary.tables.handle import TableHandle, become
 from armillary.tables.optimizer_state import Held, replace_parameter, table_state
 from armillary.tables.optimizer_trial import leaves_untouched_rows, steps_by_row, wants_listed_rows
 from armillary.tables.optimizers import holder, options_of
 from armillary.tables.reshard import all_on_first, to_spans
 from armillary.tables.table import RowTable
-from armillary.transport.agreement import FirstError
 from armillary.transport.transport import Transport
 
 __all__ = [
     "RowTensor",
+    "Whole",
     "average_tensors",
     "gathered",
     "make_table",
     "put_handle",
     "refuse_reads",
     "row_tensors",
-    "unshard_tables",
+    "whole_tables",
 ]
 
 
@@ -50,6 +50,13 @@ class RowTensor(NamedTuple):
     def key(self) -> str:
         """Its name in a checkpoint."""
         return f"{self.kind}/{self.table.name}/{self.entry}" if self.entry else f"model/{self.table.name}"
+
+
+class Whole(NamedTuple):
+    """Of a parameter: its values, and what the optimizer keeps of it."""
+
+    values: Tensor
+    state: Mapping[str, Any]
 
 
 def average_tensors(tables: Mapping[str, RowTable]) -> list[RowTensor]:
@@ -88,56 +95,24 @@ def gathered(tensor: RowTensor, transport: Transport) -> Tensor:
     return whole
 
 
-def unshard_tables(
-    optimizer: Optimizer,
-    tables: Mapping[str, RowTable],
-    held: Mapping[str, Held],
-    handles: Mapping[str, nn.Parameter],
-    transport: Transport,
-) -> None:
-    """Collective, between two steps. Every rank needs memory for whole tables and their optimizer state.
-
-    Args:
-        handles: the parameter objects that are the tables' handles, by name.
-
-    Raises:
-        ValueError: some rank holds something that keeps a handle from becoming a plain parameter. Nothing was changed.
-    """
+def whole_tables(
+    optimizer: Optimizer, tables: Mapping[str, RowTable], held: Mapping[str, Held], transport: Transport
+) -> dict[str, Whole]:
+    """Collective, between two steps. Every rank needs memory for whole tables and their optimizer state."""
     if not tables:
-        return
-    trouble = FirstError("close")
-    with trouble.kept():
-        _refuse_fixed(handles)
-    trouble.agree(transport)
-    whole: dict[str, dict[str, Tensor]] = {name: {} for name in tables}
+        return {}
+    values: dict[str, dict[str, Tensor]] = {name: {} for name in tables}
     for tensor in row_tensors(tables, held, optimizer, transport):
         rows = gathered(tensor, transport)
         if transport.place.rank > 0:
             rows = torch.empty(tuple(tensor.table.shape), dtype=tensor.shard.dtype)
         transport.spread(rows)
-        whole[tensor.table.name][tensor.entry] = rows.to(tensor.shard.device)
+        values[tensor.table.name][tensor.entry] = rows.to(tensor.shard.device)
     rests = transport.share({name: table_state(table, optimizer, held[name]).rest for name, table in tables.items()})
-    for name, table in tables.items():
-        rest: dict[str, Any] = next((theirs[name] for theirs in rests if theirs[name]), {})
-        parameter = handles[name]
-        become(parameter, nn.Parameter(whole[name].pop(""), requires_grad=parameter.requires_grad))
-        _replace_in_optimizer(optimizer, table, parameter, {**rest, **whole[name]})
-
-
-def _refuse_fixed(handles: Mapping[str, nn.Parameter]) -> None:
-    for name, handle in handles.items():
-        if fixed := why_fixed(handle):
-            raise ValueError(f"{name} cannot be a plain parameter again: {fixed}, then close once more")
-
-
-def _replace_in_optimizer(
-    optimizer: Optimizer, table: RowTable, parameter: nn.Parameter, state: Mapping[str, Any]
-) -> None:
-    for group in optimizer.param_groups:
-        group["params"][:] = [parameter if there is table.parameter else there for there in group["params"]]
-    optimizer.state.pop(table.parameter, None)
-    if state:
-        optimizer.state[parameter] = dict(state)
+    rest: dict[str, dict[str, Any]] = {
+        name: next((theirs[name] for theirs in rests if theirs[name]), {}) for name in tables
+    }
+    return {name: Whole(entries.pop(""), {**rest[name], **entries}) for name, entries in values.items()}
 
 
 def refuse_reads(tables: Iterable[RowTable], optimizer: Optimizer, why: str) -> None:
