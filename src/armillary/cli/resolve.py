@@ -13,7 +13,6 @@ from armillary.planning.constraints import names_of
 from armillary.planning.constraints import refuse_unknown as refuse_unknown_constraint
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest, named
-from armillary.plans.plan import SIMULTANEOUS
 from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 from armillary.schedules.registry import read
@@ -104,13 +103,13 @@ def job_request_of(asked: AskedPlan, workers: int, planned: int | None = None) -
             f"--plan: the plan is for {plan.workers} workers, this job has {workers}; plan again, or pass --workers "
             f"{plan.workers}"
         )
-    if plan is not None and asked.schedule != SIMULTANEOUS:
-        raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
     topology = None if asked.topology_file is None else read_topology(asked.topology_file)
     if topology is not None and planned is not None:
         topology = topology.of(planned)
     profile = None if asked.profile_file is None else read_profile(asked.profile_file)
     request = plan_request_of(asked, workers if topology is None else topology.workers)
+    if plan is not None and any(request.of_steps.values()):
+        raise ValueError("--plan is carried out as it is; edit its schedule, or drop --schedule")
     return JobRequest(request, plan, topology, profile, asked.autotune)
 
 

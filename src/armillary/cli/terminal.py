@@ -19,7 +19,7 @@ from rich.table import Column
 from rich.table import Table as DrawnTable
 
 from armillary.plans.group import Forecast
-from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
 from armillary.plans.units import (
@@ -105,8 +105,8 @@ def decided_page(decided: PlannedJob, is_verbose: bool) -> Page:
     machines = f"{topology.nodes} node(s) of {topology.workers_per_node}, link {speed}"
     memory = f"{bytes_text(topology.memory_bytes)} per worker, {topology.backend}"
     parts = [*decided.plan.page(), f"machines: {machines}, {memory}"]
-    if decided.plan.schedule != SIMULTANEOUS:
-        parts.append(Picture(options_of(decided.plan).picture()))
+    if drawn := options_of(decided.plan).picture():
+        parts.append(Picture(drawn))
     return (*parts, *(decided.profile.page() if is_verbose else ()))
 
 

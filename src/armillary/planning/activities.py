@@ -38,7 +38,7 @@ from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact, StageFact
 from armillary.plans.topology import Topology
 from armillary.schedules.method import ScheduleOptions
-from armillary.schedules.registry import RECOMPUTE, owns_loop
+from armillary.schedules.registry import RECOMPUTE
 from armillary.schedules.schedule import Schedule
 
 __all__ = [
@@ -268,7 +268,7 @@ def costs_of(asked: Step, options: ScheduleOptions) -> Costs:
     Raises:
         ValueError: stages lie on another number of workers than the machines have.
     """
-    return (_of_owned_loop if owns_loop(asked.plan.schedule) else _of_users_loop)(asked, options)
+    return (_of_owned_loop if options.method.owns_loop else _of_users_loop)(asked, options)
 
 
 def _of_users_loop(asked: Step, options: ScheduleOptions) -> Costs:

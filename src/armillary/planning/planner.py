@@ -56,7 +56,7 @@ from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
 from armillary.plans.plan_text import REWRITTEN
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Topology
-from armillary.schedules.registry import SCHEDULES, read, why_not_carried
+from armillary.schedules.registry import read, why_not_carried
 
 __all__ = [
     "bucketings",
@@ -141,8 +141,8 @@ def notes_on_hosts(topology: Topology) -> list[str]:
 
 def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) -> Plan:
     schedule, topology = request.schedule, case.topology
-    if request.owns_loop:
-        is_cut = SCHEDULES[schedule.name].is_cut
+    if request.method.owns_loop:
+        is_cut = request.method.is_cut
         by_row = {} if is_cut else {"constraints": request.constraints, "lazy": request.lazy}
         _refuse_with_schedule(schedule, {**by_row, "mean": request.mean != "workers", "allow": request.allow})
         if is_cut:
@@ -151,7 +151,7 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
             made = cut(request.edges)
             made = with_expected(with_taken(replace(made, notes=(*made.notes, *asked.notes))), case)
             return with_edges_weighed(made, with_expected(cut(), case)) if request.edges else made
-        if request.deals_rows:
+        if request.method.placement.deals_rows:
             plain = bucketings(case, replace(request, schedule=SIMULTANEOUS))[0]
             return plan_owned(case, schedule, with_expected(plain, case).step_seconds)
         return with_expected(plan_uncut(case, schedule), case)

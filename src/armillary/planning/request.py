@@ -18,7 +18,7 @@ from armillary.planning.stage_costs import EdgeRequest, EdgeRequests, Ways, depa
 from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Mean
 from armillary.schedules.method import Method
-from armillary.schedules.registry import SCHEDULES, owns_loop, read, tables_stay_whole
+from armillary.schedules.registry import SCHEDULES, read, tables_stay_whole
 
 __all__ = ["NO_CONSTRAINTS", "PlanRequest", "StagedRequest", "named", "staged_request"]
 
@@ -51,28 +51,26 @@ class PlanRequest:
         object.__setattr__(self, "constraints", constraints)
         object.__setattr__(self, "lazy", tuple(self.lazy))  # read more than once
         object.__setattr__(self, "allow", tuple(self.allow))
-        priced = {
-            f"schedule {self.schedule}": self.schedule != SIMULTANEOUS,
-            "steps_by_run": self.steps_by_run,
-            "micro_batches": self.micro_batches is not None,
-            "allow": self.allow,
-        }
-        refuse_with_rule(self.rule, priced)
-        self.edges.refuse_without_edges(self.schedule, SCHEDULES[self.schedule.name])
+        refuse_with_rule(self.rule, {**self.of_steps, "allow": self.allow})
+        self.edges.refuse_without_edges(self.schedule, self.method)
 
     @property
     def edges(self) -> EdgeRequests:
         return EdgeRequests(self.edge, self.edge_back)
 
     @property
-    def owns_loop(self) -> bool:
-        """Whether steps are taken by the schedule that is asked for."""
-        return owns_loop(self.schedule)
+    def method(self) -> Method:
+        """The schedule that is asked for."""
+        return SCHEDULES[self.schedule.name]
 
     @property
-    def deals_rows(self) -> bool:
-        """Whether the schedule that is asked for keeps tables by row, with owners that answer at any time."""
-        return SCHEDULES[self.schedule.name].placement.deals_rows
+    def of_steps(self) -> dict[str, bool]:
+        """What may be asked of how steps are taken, by name, and whether it is."""
+        return {
+            f"schedule {self.schedule}": self.schedule != SIMULTANEOUS,
+            "steps_by_run": self.steps_by_run,
+            "micro_batches": self.micro_batches is not None,
+        }
 
 
 def named(asked: Choice | str) -> Choice:

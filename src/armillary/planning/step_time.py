@@ -15,7 +15,7 @@ from armillary.planning.simulator import quickest, simulate
 from armillary.plans.mesh import Mesh
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.units import bytes_text, seconds_text
-from armillary.schedules.registry import options_of, owns_loop
+from armillary.schedules.registry import options_of
 
 __all__ = ["all_reduce_seconds", "with_expected", "with_slower_said"]
 
@@ -28,9 +28,6 @@ def with_expected(plan: Plan, case: Case) -> Plan:
     Args:
         case: what it was planned for. Under a schedule that owns the loop a batch of its profile is a micro-batch.
     """
-    if not owns_loop(plan.schedule):
-        played = simulate(plan, case).step_seconds
-        return replace(plan, step_seconds=played, all_reduce_seconds=all_reduce_seconds(plan, case))
     batches = options_of(plan).total(plan.workers) / plan.workers
     try:
         played = simulate(plan, case).step_seconds

@@ -208,7 +208,9 @@ class ScheduleOptions:
         )
 
     def picture(self) -> str:
-        """Who does what when, as text."""
+        """Who does what when, as text; empty where the loop is the user's."""
+        if not self.method.owns_loop:
+            return ""
         placed_by = self.method.placement.of
         return str(self.schedule() if placed_by is None else placed_by(self.schedule()))
 

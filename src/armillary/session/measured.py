@@ -27,7 +27,7 @@ from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.parcel import Layout, layout_of
-from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.plan import Plan
 from armillary.plans.topology import Topology
 from armillary.plans.trace import Record, Trace
 from armillary.schedules.edges import codes_of
@@ -124,7 +124,7 @@ def run_forecast(plan: Plan, case: Case, steps: range) -> RunForecast:
     case = replace(case, topology=case.topology.of(plan.workers))
     held = {group.name: group.forecast for group in plan.groups}
     played = simulate(plan, case)
-    if plan.schedule != SIMULTANEOUS:
+    if plan.stages:
         return _by_edge(plan, played)
     sent, flown = _sent_bytes(plan, played) | _bytes_by_push(plan, case, steps), played.in_flight_seconds
     forecast = {name: Forecast(sent[name], one.memory_bytes, flown.get(name, 0.0)) for name, one in held.items()}

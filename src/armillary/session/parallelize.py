@@ -295,10 +295,8 @@ def _refuse_unwatched(model: nn.Module, request: JobRequest) -> None:
     for pattern, constraint in wanted.constraints.items():
         refuse_unknown(pattern, constraint)
     asked = {
-        f"schedule {wanted.schedule.name}": wanted.schedule != SIMULTANEOUS,
+        **wanted.of_steps,
         "autotune": request.autotune > 1,
-        "steps_by_run": wanted.steps_by_run,
-        "micro_batches": wanted.micro_batches is not None,
         "a model on the meta device": any(one.is_meta for one in [*model.parameters(), *model.buffers()]),
     }
     if found := [what for what, is_asked in asked.items() if is_asked]:

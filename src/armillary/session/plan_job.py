@@ -35,7 +35,7 @@ from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
 from armillary.plans.choice import Choice
 from armillary.plans.parcel import RankInfo
-from armillary.plans.plan import SIMULTANEOUS, Plan, Trainable, model_fingerprint
+from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
 from armillary.plans.requests import Program
 from armillary.plans.topology import Topology
@@ -206,7 +206,7 @@ def plan_job(
             subject.model, subject.optimizer, measure(transport), transport
         )
         found = request.profile or _profiled(subject, topology, transport)
-        if request.wanted.deals_rows and not topology.rates and transport.place.workers > 1:
+        if request.wanted.method.placement.deals_rows and not topology.rates and transport.place.workers > 1:
             own = partial(_own, subject, transport.place)
             rates = rates_at_once(found, subject.model, lambda: own()[0], subject.loss, transport)
             topology = replace(topology, rates=rates)
@@ -233,8 +233,9 @@ def _planned(
     if request.plan is not None:
         return {CHOSEN: request.plan.to_json()}
     case, wanted = Case(found, topology, assumptions_of(subject.optimizer, subject.model)), request.wanted
-    if request.autotune < 2 or request.schedule != SIMULTANEOUS:
-        against = _against_by_run(subject, wanted)
+    is_named = wanted.method.owns_loop
+    if request.autotune < 2 or is_named:
+        against = "" if is_named or not wanted.steps_by_run else _against_by_run(subject)
         is_by_run = wanted.steps_by_run and len(members(subject.optimizer)) == 1 and not against
         with naming_remedies(subject, topology, found):
             made = make_plan(case, replace(wanted, steps_by_run=is_by_run), owners)
@@ -251,11 +252,8 @@ def _planned(
     return {name: replace(plan, notes=(*plan.notes, *notes)).to_json() for name, plan in expected.items()}
 
 
-def _against_by_run(subject: ModelToPlan, wanted: PlanRequest) -> str:
-    """Why no schedule that owns the loop may be taken by price; empty if one may, or if none would be."""
-    is_by_price = wanted.steps_by_run and wanted.schedule == SIMULTANEOUS
-    if not is_by_price:
-        return ""
+def _against_by_run(subject: ModelToPlan) -> str:
+    """Why no schedule that owns the loop may be taken by price; empty if one may."""
     against = [*unserved(subject.model, subject.optimizer), *joins_parameters(subject.optimizer)]
     return next(iter(against), "")
 

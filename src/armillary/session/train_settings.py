@@ -18,8 +18,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from armillary.plans.choice import Choice
 from armillary.plans.parcel import RankInfo
-from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.session.plan_cache import CacheKey, cached_links, hosts_of
 from armillary.session.plan_job import JobRequest, open_transport
@@ -150,14 +151,14 @@ def resume_plan(settings: Settings, wanted: CacheKey) -> Settings:
         return settings
     plan, profile = Plan.from_json(kept["plan"]), Profile.from_json(kept["profile"])
     if (plan.workers, plan.workers_per_node) != (place.workers, place.workers_per_node):
-        _refuse_another_rule(plan, place)
+        _refuse_another_rule(plan, place, settings.request.schedule)
         return settings
     return replace(settings, request=JobRequest(plan=plan, profile=profile, topology=links))
 
 
-def _refuse_another_rule(plan: Plan, place: RankInfo) -> None:
+def _refuse_another_rule(plan: Plan, place: RankInfo, asked: Choice) -> None:
     """A schedule may clip or read old weights, and codes change what is learned: nobody leaves either by chance."""
-    rules = [] if plan.schedule == SIMULTANEOUS else [f"schedule {plan.schedule}"]
+    rules = [] if plan.schedule == asked else [f"schedule {plan.schedule}"]
     rules += [note for note in plan.notes if note.startswith("NOT exact")]
     if not rules:
         return

@@ -23,7 +23,7 @@ from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.plans.choice import Choice
 from armillary.plans.group import DEPARTURES
-from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.plan import Plan
 from armillary.plans.topology import Topology
 from armillary.profiler.profiler import profile
 from armillary.reference.replicas import SharedGroup
@@ -51,8 +51,7 @@ class AskedTraining(NamedTuple):
         """By which one training is told from another; seeds are not, since each is a training of its own."""
         words = [f"{way}={pattern}" for pattern, way in self.request.constraints.items()]
         words += [f"allow {departure}" for departure in self.request.allow]
-        if self.request.schedule != SIMULTANEOUS:
-            words.append(str(self.request.schedule))
+        words += [name for name, is_asked in self.request.of_steps.items() if is_asked]
         for name, asked in (("edge", self.request.edge), ("edge back", self.request.edge_back)):
             of_stages = (
                 [("", asked)]
@@ -148,7 +147,7 @@ def planned(workload: Workload, asked: AskedTraining) -> Both:
     named = {name for group in shared for name in group.parameters}
     nbytes = sum(group.forecast.sent_bytes for group in plans[1].groups if named & set(group.parameters))
     exact, other = (_side(one, case) for one in plans)
-    kept = plans if asked.request.schedule != SIMULTANEOUS else ()
+    kept = plans if plans[0].stages else ()
     pushed = [group.name for group in plans[1].groups if named & set(group.parameters)]
 
     def priced(times: float) -> Side:

@@ -28,7 +28,7 @@ from armillary.planning.prefetch import prefetchable
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
 from armillary.plans.choice import Choice
-from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
+from armillary.plans.plan import Mean, Plan
 from armillary.plans.plan_text import number_of
 from armillary.plans.profile import ParameterFact, Profile, StageFact
 from armillary.plans.topology import TURN_BYTES, Topology
@@ -299,7 +299,7 @@ class WatchedSteps:
     def _why_unwanted(self, plan: Plan, loop: UserLoop) -> str:
         """What is asked for here that this plan does not do; empty if it may be what the user would get."""
         request, nodes = self.request, self.topology
-        if plan.schedule != SIMULTANEOUS:
+        if plan.schedule != request.schedule:
             return f"its schedule {plan.schedule.name} owns the loop"
         if (plan.workers, plan.workers_per_node) != (nodes.workers, nodes.workers_per_node):
             there, here = (
