@@ -15,6 +15,7 @@ from torch import nn
 
 import armillary
 from armillary.plans import Choice
+from armillary.session.undo import rollback_on_error
 from scenes import Mixed, batch_of, loss, plan_for
 
 STEPS = 3
@@ -240,3 +241,25 @@ def test_a_step_under_a_scaler_is_refused_by_name(crew):
 
 def test_a_step_without_a_loss_is_refused_by_name(crew):
     assert all("run.step" in message for message in crew(2).run(step_without_a_loss))
+
+
+def test_an_error_while_a_plan_begins_leaves_parameters_optimizer_and_random_state_as_they_were():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    weight, values, state = model.weight, model.weight.detach().clone(), dict(optimizer.state[model.weight])
+    stream = torch.get_rng_state()
+
+    def begin():
+        with rollback_on_error(model, optimizer):
+            model.weight.data = torch.empty(0)  # as of a stage that lies on another rank
+            optimizer.param_groups[0]["params"][:] = [nn.Parameter(torch.rand(1))]
+            optimizer.state.clear()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        begin()
+    assert model.weight is weight and torch.equal(weight, values) and optimizer.state[weight] == state
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, model.parameters())]
+    assert torch.equal(torch.get_rng_state(), stream)

@@ -126,8 +126,8 @@ def padding_learns(patch, rank):
 
 def two_requests_swapped_on_one_rank(patch, rank):
     if rank == 1:
-        launch = Executor._launch
-        patch.setattr(Executor, "_launch", lambda self, unit: launch(self, swapped(self.units, unit)))
+        leave = Executor._leave
+        patch.setattr(Executor, "_leave", lambda self, unit: leave(self, swapped(self.units, unit)))
 
 
 def swapped(units, unit):

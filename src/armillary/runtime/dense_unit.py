@@ -20,6 +20,7 @@ from armillary.exchanges.dense import DenseExchange, Meeting, PushResult
 from armillary.plans.parcel import Parcel, RankInfo, State
 from armillary.plans.requests import Program, Scope
 from armillary.runtime.bucket import Bucket, layout_beside
+from armillary.transport.in_flight import Leaving
 
 __all__ = ["TWICE", "DenseUnit", "dense_unit", "nonfinite_together", "warned_of_a_second_push"]
 
@@ -119,10 +120,14 @@ class DenseUnit:
         """What the exchange carries."""
         return self.exchange.push(parcel, self.state, place)
 
-    def send(self, parcel: Parcel, place: RankInfo) -> Program[PushResult]:
-        """Gradients, by their carrier of this backward."""
-        assert self.carrier is not None
-        return self.carrier.push(parcel, self.state, place)
+    @torch.no_grad()
+    def leave(
+        self, place: RankInfo, scale: float, contributes: bool = True, mean_weight: float = 1.0, loss_scale: float = 1.0
+    ) -> Leaving:
+        """Gradients, packed (`Bucket.seal`), by their carrier of this backward."""
+        carrier = self.carrier or self.exchange
+        parcel = replace(self.bucket.seal(scale, contributes, mean_weight), scale=loss_scale)
+        return Leaving(carrier.push(parcel, self.state, place), carrier.requests)
 
     def take_gradients(self, moved: PushResult) -> None:
         """The result has landed: `.grad` becomes final."""

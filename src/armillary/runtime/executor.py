@@ -15,7 +15,7 @@ of look-ups; without look-ups, one small request at the first gradient asks for 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -42,7 +42,7 @@ from armillary.runtime.replica_checks import alike
 from armillary.runtime.weight_averaging import meet
 from armillary.tables.lookups import LookUps, NoPrefetch, Prefetch, TableNorms
 from armillary.tables.table import RowTable
-from armillary.transport.in_flight import InFlight, LaunchQueue, see_through, start_coalesced
+from armillary.transport.in_flight import InFlight, LaunchQueue, Leaving, see_through, start_coalesced
 from armillary.transport.transport import Transport
 
 __all__ = ["Executor", "RowUnit"]
@@ -62,7 +62,7 @@ class RowUnit:
 
 @dataclass(eq=False)
 class Executor:
-    """State of the exchange of one model. Between backwards: idle; inside one, the first of `leaving` are under way.
+    """State of the exchange of one model. Between backwards: idle; inside one, the first of its queue are under way.
 
     mean: "workers" or "weights" (see `Plan`). is_syncing: False inside no_sync. on_settled: called, on every rank
     alike, when all gradients of a backward are final. loss_scale: by which the loop multiplies its losses now.
@@ -94,10 +94,9 @@ class Executor:
     late: list[int] = field(default_factory=list)  # ranks that took part in the last exchange in their step only
     state_wait: Callable[[], RankStates] | None = None  # the wait for what every rank says of itself
     seen: list[tuple[Tensor | None, int]] = field(default_factory=list)  # gradients then, with their versions
-    leaving: list[DenseUnit | RowUnit] = field(default_factory=list)  # in this backward, in order
 
     def __post_init__(self) -> None:
-        self.queue = LaunchQueue(self.transport)
+        self.queue = LaunchQueue(self.transport, ())
         self.tables = [unit.table for unit in self.units if isinstance(unit, RowUnit)]
         self.look_ups = LookUps(self.tables, self.transport, self.on_rows, self.prefetch)
         self.norms = TableNorms(self.tables, self.transport, partial(self.look_ups.serve_until, "asking"))
@@ -204,13 +203,13 @@ class Executor:
         if self.is_open:
             return
         self.is_open = True
-        self.queue.flights.clear()
         self.backward.begin()
         for unit in self.units:
             if isinstance(unit, DenseUnit):
                 unit.open(self.transport.step + 1)
-        self.leaving = [unit for unit in self.units if isinstance(unit, RowUnit) or unit.leaves]
-        if self.mean == "weights" and self.leaving and not self.look_ups.pulled:
+        leaving = [unit for unit in self.units if isinstance(unit, RowUnit) or unit.leaves]
+        self.queue = LaunchQueue(self.transport, leaving)
+        if self.mean == "weights" and leaving and not self.look_ups.pulled:
             mine = torch.tensor([self.declared_weight], dtype=torch.float64)
             self.weight_sum = InFlight(summed(mine), "weights", 0)
             start_coalesced([self.weight_sum], self.transport)
@@ -225,55 +224,41 @@ class Executor:
             self._settle(with_tables=not is_inner)
 
     def _launch_ready(self) -> None:
-        if torch._C._current_graph_task_id() != self.task:  # what is still awaited, only the outer backward knows
-            return
-        while len(self.queue.flights) < len(self.leaving):
-            unit = self.leaving[len(self.queue.flights)]
-            ready = (
-                unit.bucket.is_ready
-                if isinstance(unit, DenseUnit)
-                else unit.table.is_ready and self._is_last_look(unit)
-            )
-            if not ready:
-                return
-            self._launch(unit)
+        if torch._C._current_graph_task_id() == self.task:  # what is still awaited, only the outer backward knows
+            with self.transport.within("backward"):
+                self.queue.launch(self._leave, self._is_ready)
 
-    def _is_last_look(self, unit: RowUnit) -> bool:
+    def _is_ready(self, unit: DenseUnit | RowUnit) -> bool:
         """A table that this rank did not read is known to be unread only at the end of backward."""
-        return any(look_up.rows is not None for look_up in unit.table.pending)
+        if isinstance(unit, DenseUnit):
+            return unit.bucket.is_ready
+        return unit.table.is_ready and any(look_up.rows is not None for look_up in unit.table.pending)
 
-    def _launch(self, unit: DenseUnit | RowUnit) -> None:
-        with self.transport.within("backward"):
-            self._launch_after_others(unit)
-
-    def _launch_after_others(self, unit: DenseUnit | RowUnit) -> None:
+    def _leave(self, unit: DenseUnit | RowUnit) -> Leaving:
         if not self.queue.flights:  # before anything is pushed, every rank must have made its look-ups
             self.look_ups.meet_in_backward(self.declared_weight, self._state(self.doing).rest)
             self.prefetch.delay.begin_push()
             self.mean_weight = self._mean_weight() if self.mean == "weights" else 1.0
             self._send_state()
-        with torch.no_grad():
-            program, requests = self._program(unit)
-        self.queue.launch(program, unit.name, requests)
-
-    def _program(self, unit: DenseUnit | RowUnit) -> tuple[Program[Any], int]:
         if isinstance(unit, DenseUnit):
-            parcel = unit.bucket.seal(self.scale, self.contributes, self.mean_weight)
+            loss_scale = self.loss_scale() if unit.exchange.is_guarded else 1.0  # a wait on some devices
+            leaving = unit.leave(self.transport.place, self.scale, self.contributes, self.mean_weight, loss_scale)
             self.on_local_grads(unit.bucket.layout.names, unit.bucket.own)
-            if unit.exchange.is_guarded:
-                parcel = replace(parcel, scale=self.loss_scale())
-            return unit.send(parcel, self.transport.place), unit.carrier.requests if unit.carrier else 0
-        table = unit.table
+            return leaving
+        with torch.no_grad():
+            return self._leave_rows(unit.table)
+
+    def _leave_rows(self, table: RowTable) -> Leaving:
         self.look_ups.forget_unlearned(table)
         self.look_ups.join_unread(table)
         if not table.pending:
-            return _nothing(), 0
+            return Leaving(_nothing(), 0)
         look_ups = table.pending
         gradients, routes = table.take_gradients(self.scale * self.mean_weight)
         self.on_local_grads([table.name] * len(gradients), gradients)
         gradients, routes = self.prefetch.hold(table, look_ups, gradients, routes)
         push = table.exchange.push(gradients, routes, table.ownership, table.place)
-        return push, table.exchange.push_requests
+        return Leaving(push, table.exchange.push_requests)
 
     def settle(self, doing: int = BACKWARD) -> None:
         """The end of backward: launches what is left, waits for all of it, makes every `.grad` final.
@@ -289,22 +274,21 @@ class Executor:
     def _settle(self, with_tables: bool = True) -> None:
         self._open()
         if not with_tables:
-            begun = len(self.queue.flights)
-            self.leaving[begun:] = [unit for unit in self.leaving[begun:] if isinstance(unit, DenseUnit)]
-        while len(self.queue.flights) < len(self.leaving):
-            self._launch(self.leaving[len(self.queue.flights)])
+            begun, units = len(self.queue.flights), self.queue.units
+            self.queue.units = [*units[:begun], *(unit for unit in units[begun:] if isinstance(unit, DenseUnit))]
+        self.queue.launch(self._leave)
         with torch.no_grad():
             for unit in self.units:
                 if isinstance(unit, DenseUnit) and not unit.leaves:  # each rank steps by its own
                     self.on_local_grads(unit.bucket.layout.names, [one.grad for one in unit.parameters])
             see_through(self.queue.flights, self.transport)
             self.prefetch.delay.arrive()
-            landed = nonfinite_together(self.queue.land(), self.leaving)
+            landed = nonfinite_together(self.queue.land(), self.queue.units)
             self._read_states()
             self.backward.end()
-            for unit, result in zip(self.leaving, landed, strict=True):
+            for unit, result in zip(self.queue.units, landed, strict=True):
                 self._apply(unit, result)
-        self.queue.flights.clear()
+        self.queue = LaunchQueue(self.transport, ())
         self.is_open = self.has_unsynced_grads = False
         self.is_settled = with_tables or not self.tables
         self.settled += 1
@@ -323,7 +307,7 @@ class Executor:
 
     def _send_state(self) -> None:
         """Before the first group leaves, when every rank is in its backward; not where nodes go on apart."""
-        crosses_all = any(isinstance(unit, RowUnit) or unit.crosses_all for unit in self.leaving)
+        crosses_all = any(isinstance(unit, RowUnit) or unit.crosses_all for unit in self.queue.units)
         if self.look_ups.pulled:
             self.state_wait = partial(RankStates.told, self.transport.step, self.look_ups.words)
         elif self.transport.place.workers > 1 and crosses_all:

@@ -25,7 +25,7 @@ from armillary.plans.parcel import Parcel
 from armillary.plans.requests import AllGather, Program, summed
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.runtime.replica_checks import BufferPlace, buffers_of, write_buffer
-from armillary.transport.in_flight import LaunchQueue
+from armillary.transport.in_flight import LaunchQueue, Leaving
 from armillary.transport.transport import Transport
 
 __all__ = [
@@ -210,11 +210,10 @@ def meet(units: Sequence[object], steps: int, when: Meeting, transport: Transpor
         FloatingPointError: this rank's weights are not finite. Nothing was sent.
     """
     meeting = [unit for unit in units if isinstance(unit, DenseUnit) and unit.meets(steps, when)]
-    parcels = [unit.weigh_in() for unit in meeting]
-    _refuse_nonfinite(parcels, steps, transport.place.rank)
-    queue = LaunchQueue(transport)
-    for unit, parcel in zip(meeting, parcels, strict=True):
-        queue.launch(unit.push(parcel, transport.place), unit.name, unit.exchange.requests)
+    parcels = {unit.name: unit.weigh_in() for unit in meeting}
+    _refuse_nonfinite([*parcels.values()], steps, transport.place.rank)
+    queue = LaunchQueue(transport, meeting)
+    queue.launch(lambda unit: Leaving(unit.push(parcels[unit.name], transport.place), unit.exchange.requests))
     for unit, moved in zip(meeting, queue.land(), strict=True):
         unit.take_weights(moved)
 

@@ -30,7 +30,7 @@ from armillary.plans.parcel import RankInfo
 from armillary.plans.requests import Scope, along
 from armillary.runtime.bucket import Bucket
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.transport.in_flight import LaunchQueue
+from armillary.transport.in_flight import LaunchQueue, Leaving
 from armillary.transport.requests import Requests
 
 __all__ = ["FlatStage", "Flats", "Means", "Reducer", "StepMeans"]
@@ -199,7 +199,7 @@ class _Sent:
     """Of one step."""
 
     queue: LaunchQueue
-    buckets: list[Bucket] = field(default_factory=list)
+    buckets: Sequence[Bucket]
 
 
 @dataclass(eq=False)
@@ -267,9 +267,10 @@ class Reducer:
     def _open(self, step: int) -> None:
         if step == self._opened:
             return
-        self._opened, self._sent[step] = step, _Sent(LaunchQueue(self.requests))
+        self._opened = step
         for unit in self.units:
             unit.open(step + 1)
+        self._sent[step] = _Sent(LaunchQueue(self.requests, self.units), [unit.bucket for unit in self.units])
 
     def _launch_ready(self, step: int) -> None:
         if self._released != step:
@@ -278,16 +279,8 @@ class Reducer:
         if self._has_states:  # what an exchange keeps is that of the push before
             for earlier in [one for one in self._sent if one < step]:
                 self._landed[earlier] = self._land(earlier)
-        sent = self._sent[step]
-        while (count := len(sent.buckets)) < len(self.units) and (
-            self._closed == step or self.units[count].bucket.is_ready
-        ):
-            self._launch(sent)
+        self._sent[step].queue.launch(self._leave, lambda unit: self._closed == step or unit.bucket.is_ready)
 
-    def _launch(self, sent: _Sent) -> None:
-        """The next group leaves."""
-        unit = self.units[len(sent.buckets)]
-        with torch.no_grad():
-            program = unit.push(unit.bucket.seal(self._scale), self.place)
-            sent.queue.launch(along(program, self.scope), unit.name, unit.exchange.requests)
-        sent.buckets.append(unit.bucket)
+    def _leave(self, unit: DenseUnit) -> Leaving:
+        program, requests = unit.leave(self.place, self._scale)
+        return Leaving(along(program, self.scope), requests)

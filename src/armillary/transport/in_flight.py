@@ -4,15 +4,15 @@ Programs are interleaved (several groups of a plan, several look-ups), so each i
 moments that are the same on every rank (design law 8).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from armillary.plans.requests import Labelled, Program, Request
 from armillary.transport.requests import Requests
 from armillary.transport.transport import Transport, Wait
 
-__all__ = ["InFlight", "LaunchQueue", "see_through", "start_coalesced"]
+__all__ = ["InFlight", "LaunchQueue", "Leaving", "see_through", "start_coalesced"]
 
 
 @dataclass(eq=False)
@@ -73,21 +73,34 @@ def see_through(flights: Sequence[InFlight], requests: Requests) -> None:
             flight.advance(requests)
 
 
+class Leaving(NamedTuple):
+    """requests: that the program makes in all."""
+
+    program: Program[Any]
+    requests: int
+
+
 @dataclass(eq=False)
 class LaunchQueue:
-    """Programs in the order in which they leave, the same on every rank. As one leaves, every earlier one that has
-    still requests to make makes its next, so that a link has something to carry while an answer is waited for."""
+    """Units leave in their order, the same on every rank, whichever is ready first. As one leaves, every earlier one
+    that has still requests to make makes its next, so that a link has something to carry while an answer is waited for.
+
+    units: with the name of their requests.
+    """
 
     requests: Requests
-    flights: list[InFlight] = field(default_factory=list)
+    units: Sequence[Any]
+    flights: list[InFlight] = field(default_factory=list)  # of the first units
 
-    def launch(self, program: Program[Any], label: str, requests: int) -> None:
-        """requests: that the program makes in all."""
-        flight = InFlight(program, label, requests - 1)
-        flight.begin(self.requests)
-        for earlier in self.flights:
-            earlier.advance(self.requests)
-        self.flights.append(flight)
+    def launch(self, leave: Callable[[Any], Leaving], is_ready: Callable[[Any], bool] = lambda unit: True) -> None:
+        """Those that are next and ready."""
+        while len(self.flights) < len(self.units) and is_ready(unit := self.units[len(self.flights)]):
+            program, requests = leave(unit)
+            flight = InFlight(program, unit.name, requests - 1)
+            flight.begin(self.requests)
+            for earlier in self.flights:
+                earlier.advance(self.requests)
+            self.flights.append(flight)
 
     def land(self) -> list[Any]:
         """Waits for all of them; what each returned."""
