@@ -209,10 +209,8 @@ class ScheduleOptions:
 
     def picture(self) -> str:
         """Who does what when, as text; empty where the loop is the user's."""
-        if not self.method.owns_loop:
-            return ""
-        placed_by = self.method.placement.of
-        return str(self.schedule() if placed_by is None else placed_by(self.schedule()))
+        drawn = (self.method.placement.of or str)(self.schedule())
+        return str(drawn) if self.method.owns_loop else ""
 
     def replicas(self, workers: int) -> int:
         """How many tables are carried out side by side, each with micro-batches of its own."""

@@ -38,7 +38,7 @@ from armillary.session.traffic_meter import MANY_RECORDS, TrafficMeter
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch as MicroBatch
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.build import Whole, whole_tables
+from armillary.tables.build import WholeParameter, whole_tables
 from armillary.tables.optimizer_state import close_window, open_window, parameter_names
 from armillary.tables.optimizers import holder, hooks_beside, members
 from armillary.tables.table import RowTable
@@ -267,7 +267,7 @@ class UserLoop:
         if self.watcher is not None:
             self.watcher.stop()
 
-    def whole(self, gather: bool) -> dict[str, Whole]:
+    def whole(self, gather: bool) -> dict[str, WholeParameter]:
         """Tables. Where replicas differ, each has the mean from here on."""
         take_mean(self.units, self.model, self.optimizer, self.transport)
         return whole_tables(self.optimizer, self.tables, self.held, self.transport) if gather else {}

@@ -24,7 +24,7 @@ from armillary.runtime.replica_checks import ReplicatedState
 from armillary.session.data_check import FirstBatches
 from armillary.session.traffic_meter import TrafficMeter
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.build import Whole
+from armillary.tables.build import WholeParameter
 from armillary.tables.optimizer_state import Held
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
@@ -276,7 +276,7 @@ class Job(Protocol):
     def hooks(self) -> ExitStack:
         """Closed, it takes off all that hangs on model, optimizer and scaler; asks nobody."""
 
-    def whole(self, gather: bool) -> Mapping[str, Whole]:
+    def whole(self, gather: bool) -> Mapping[str, WholeParameter]:
         """Collective, after `finish`, before the hooks go: parameters that do not hold their newest values here, or are
         held by the optimizer in another's place. gather: whether tables are among them."""
 

@@ -33,7 +33,7 @@ from armillary.session.undo import begun_anew, copies
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch, device_of
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.build import Whole
+from armillary.tables.build import WholeParameter
 from armillary.tables.handle import TableHandle, become
 from armillary.tables.optimizer_state import Held, named_groups, parameter_names
 from armillary.tables.table import RowTable
@@ -277,7 +277,7 @@ class OwnersLoop:
     def reloading(self, saved_plan: Mapping[str, Any], name: str) -> AbstractContextManager[None]:
         return begun_anew(self, self.begin)
 
-    def whole(self, gather: bool) -> dict[str, Whole]:
+    def whole(self, gather: bool) -> dict[str, WholeParameter]:
         """Nobody's values are asked for any more: the owner's thread ends."""
         found = copies(self)
         self.mailbox.close()

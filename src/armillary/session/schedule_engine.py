@@ -31,7 +31,7 @@ from armillary.session.undo import begun_anew, copies
 from armillary.session.validation import refuse_state
 from armillary.session.workload import Batch
 from armillary.stages.train_spec import StepLosses
-from armillary.tables.build import Whole
+from armillary.tables.build import WholeParameter
 from armillary.tables.optimizer_state import Held, named_groups, parameter_names
 from armillary.tables.table import RowTable
 from armillary.transport.transport import Transport
@@ -290,7 +290,7 @@ class OwnedLoop:
             self.losses()  # of steps that are behind the training which is loaded now: nobody is told
             yield
 
-    def whole(self, gather: bool) -> dict[str, Whole]:
+    def whole(self, gather: bool) -> dict[str, WholeParameter]:
         return copies(self)
 
     def _refuse_state(self, _: Optimizer, call: str, remedy: str) -> NoReturn:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.session.job import Job
-from armillary.tables.build import Whole, refuse_reads
+from armillary.tables.build import WholeParameter, refuse_reads
 from armillary.tables.handle import TableHandle, become, why_fixed
 from armillary.transport.agreement import FirstError
 
@@ -52,11 +52,13 @@ def begun_anew(run: Job, begin: Callable[[], None]) -> Iterator[None]:
     begin()
 
 
-def copies(run: Job) -> dict[str, Whole]:
+def copies(run: Job) -> dict[str, WholeParameter]:
     """Collective: of every parameter, where its newest values may be with other ranks between steps."""
     with run.rest() as rest:
         state = rest["optimizer"]["state"]
-        return {name: Whole(p.detach().clone(), state.get(name, {})) for name, p in run.model.named_parameters()}
+        return {
+            name: WholeParameter(p.detach().clone(), state.get(name, {})) for name, p in run.model.named_parameters()
+        }
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def rollback_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
     """After an error inside, parameters and buffers are what they were, on the meta device too, and the optimizer holds
     them and the state that it held. So is torch's random state. Values that were written to in place stay written."""
     plain = {name: p for name, p in model.named_parameters() if not isinstance(p, TableHandle)}
-    before = {name: Whole(parameter.data, {}) for name, parameter in plain.items()}
+    before = {name: WholeParameter(parameter.data, {}) for name, parameter in plain.items()}
     held = [(group, list(group["params"])) for group in optimizer.param_groups]
     state = {parameter: dict(entries) for parameter, entries in optimizer.state.items()}
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
@@ -84,7 +86,7 @@ def rollback_on_error(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
 
 
 def _put_back(
-    model: nn.Module, optimizer: Optimizer, found: Mapping[str, Whole], stand_ins: Mapping[str, Tensor]
+    model: nn.Module, optimizer: Optimizer, found: Mapping[str, WholeParameter], stand_ins: Mapping[str, Tensor]
 ) -> None:
     """stand_ins: what the optimizer holds in the place of parameters."""
     parameters = dict(model.named_parameters())

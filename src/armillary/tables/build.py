@@ -26,7 +26,7 @@ from armillary.transport.transport import Transport
 
 __all__ = [
     "RowTensor",
-    "Whole",
+    "WholeParameter",
     "average_tensors",
     "gathered",
     "make_table",
@@ -52,7 +52,7 @@ class RowTensor(NamedTuple):
         return f"{self.kind}/{self.table.name}/{self.entry}" if self.entry else f"model/{self.table.name}"
 
 
-class Whole(NamedTuple):
+class WholeParameter(NamedTuple):
     """Of a parameter: its values, and what the optimizer keeps of it."""
 
     values: Tensor
@@ -97,7 +97,7 @@ def gathered(tensor: RowTensor, transport: Transport) -> Tensor:
 
 def whole_tables(
     optimizer: Optimizer, tables: Mapping[str, RowTable], held: Mapping[str, Held], transport: Transport
-) -> dict[str, Whole]:
+) -> dict[str, WholeParameter]:
     """Collective, between two steps. Every rank needs memory for whole tables and their optimizer state."""
     if not tables:
         return {}
@@ -112,7 +112,7 @@ def whole_tables(
     rest: dict[str, dict[str, Any]] = {
         name: next((theirs[name] for theirs in rests if theirs[name]), {}) for name in tables
     }
-    return {name: Whole(entries.pop(""), {**rest[name], **entries}) for name, entries in values.items()}
+    return {name: WholeParameter(entries.pop(""), {**rest[name], **entries}) for name, entries in values.items()}
 
 
 def refuse_reads(tables: Iterable[RowTable], optimizer: Optimizer, why: str) -> None:
