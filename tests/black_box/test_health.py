@@ -1,5 +1,6 @@
 """What `run.report()` and `train` say of groups that are not exact, and of replicas that are no longer alike."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -70,6 +71,8 @@ def ended_by(rank, workers, folder, text):
 def test_train_says_it_at_its_end_and_an_exact_run_says_nothing_of_it(crew, tmp_path):
     lossy = crew(2).run(ended_by, tmp_path / "lossy", "quantize(bits=4)")[0]
     assert "residual : weights" in lossy and "quantize(bits=4)" in lossy
+    dropped = crew(2).run(ended_by, tmp_path / "dropped", "quantize(bits=4, feedback=False)")[0]
+    assert re.search(r"bucket 0 +quantize\(.*\) +1 +- +0\b", dropped), "what keeps no residual does not have one of 0"
     assert "residual" not in crew(2).run(ended_by, tmp_path / "exact", "")[0]
 
 

@@ -10,7 +10,7 @@ from armillary.codecs.registry import guarded
 from armillary.plans import Choice
 from armillary.reference.edges import Edges
 from armillary.reference.versions import Reference
-from armillary.schedules import Edge, codes_of
+from armillary.schedules import EDGES, Edge, Remembered, codes_of
 from armillary.schedules import edges as edge_file
 from armillary.schedules.cyclic import cyclic_pipeline
 from armillary.schedules.edges import SAME, sample_keys
@@ -205,6 +205,18 @@ def test_what_cannot_be_remembered_is_refused(edge, back, words):
     named = Edge(Choice.parse(edge), None if back is None else Choice.parse(back))
     with pytest.raises(ValueError, match=words):
         codes_of([named, Edge()])
+
+
+def test_a_method_of_ones_own_may_remember_nothing_and_must_say_what_it_codes_by(monkeypatch):
+    monkeypatch.setattr(EDGES, "_entries", dict(EDGES.all()))
+    EDGES.register("mine", lambda what, choice, options: Remembered(Choice("quantize", dict(options)), 0))
+    found, plain = (codes_of([Edge(Choice.parse(one)), Edge()]) for one in ("mine(bits=4)", "quantize(bits=4)"))
+    bits = torch.randn(1, 9).flatten()
+    ways = [one["activation", 0].codec.meaning(bits, None) for one in (found, plain)]
+    assert torch.equal(*ways) and not found["activation", 0].cache_bytes
+    EDGES.register("half", lambda what, choice, options: Choice("quantize"))
+    with pytest.raises(ValueError, match="edge half: half gives Choice; want a Remembered"):
+        codes_of([Edge(Choice("half")), Edge()])
 
 
 def test_evaluation_reads_values_whole():

@@ -171,8 +171,11 @@ CODEC_FAULTS = {
     drawn_again: r"numbers than meaning; first number \d+: decode gives .*; both are given generators in the same",
     drawn_from_elsewhere: "two codes from generators in the same state differ",
     longer_than_it_says: "coded_bytes says",
+    (
+        lambda made: made._replace(bound=lambda values: 0.25)
+    ): r"bound gives float; want a tensor of \(1537,\), a number for",
     too_short_a_code: r"the code has 1 bytes, coded_bytes says 4",
-    length_not_known: r"coded_bytes raises KeyError: 0 \(.*test_check.py, line \d+\)",
+    length_not_known: r"\(0 numbers, normal, torch.float32\): coded_bytes raises KeyError: 0 \(.*test_check.py",
     in_place: "encode changes the values it is given",
     one_more: "zeros come back as something else",
     always_double: r"meaning torch.float64; want the dtype of the values",
@@ -392,6 +395,14 @@ EXCHANGE_FAULTS = {
     twice_in_the_oracle: "it departs from nothing, but its oracle gives",
     (lambda made: made._replace(requests=1)): r"1 workers, 1 a node: ranks make \[2\] requests, it says 1 at most",
     (lambda made: made._replace(sent_bytes=lambda *both: [2 * x for x in made.sent_bytes(*both)])): "bytes, it says",
+    (
+        lambda made: made._replace(sent_bytes=lambda *both: 4.0)
+    ): "sent_bytes must give one number a rank, 1 here; it gave f",
+    (lambda made: made._replace(legs=lambda *both: made.legs(*both)[0])): "legs must give a list of Leg; it gave Leg$",
+    (
+        lambda made: made._replace(legs=lambda *both: [one._replace(links="ring") for one in made.legs(*both)])
+    ): "no link of a leg is called ring; want slowest, everyone, neighbour, node, rail",
+    (lambda made: made._replace(resharding={"left": "add"})): "resharding of 'left' is 'add'; want one of sum, mean, ",
     (lambda made: made._replace(oracle=None)): r"wants oracle=\(parcels, states\) -> ",
     counting_in_place: "push changes pushes in place",
     emptied_in_place: "push changes residual in place",
@@ -473,6 +484,9 @@ def test_a_schedule_is_held_to_its_own_table():
     SCHEDULES.register("owned_elsewhere", method(placement=Placing(parts=1, of=Elsewhere)))
     with pytest.raises(ValueError, match="the owner of stage 0 is process 7 of 3"):
         armillary.check("owned_elsewhere")
+    SCHEDULES.register("rows", method(table=lambda options: gpipe(options.stages, options.micro_batches).ticks))
+    with pytest.raises(ValueError, match=r"and 2 other rules .*: table must give a Schedule; it gave tuple$"):
+        armillary.check("rows")
     SCHEDULES.register("larger", method(table=lambda options: gpipe(options.stages, options.micro_batches + 1)))
     with pytest.raises(ValueError, match=r"its options say \(3, 4\) stages and micro-batches, its table \(3, 5\)"):
         armillary.check("larger")

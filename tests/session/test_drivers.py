@@ -60,6 +60,24 @@ def test_steps_are_taken_by_the_driver_that_the_schedule_names(tmp_path):
     assert asked == ["begin"]
 
 
+def test_what_a_driver_of_ones_own_begins_is_verified_as_what_it_is():
+    """As what owns the loop, where that is what it begins."""
+
+    def of_hooks(plan, *more):
+        return DRIVERS["user_loop"].begin(replace(plan, schedule=Choice("simultaneous")), *more)
+
+    asked = {"steps": 2, "exchanges": (), "schedule": "mine(micro_batches=1)"}
+    given = [torch.ones(2, 3) * number for number in range(2)]
+    with shelf(my_driver=DRIVERS["owned_loop"]):
+        model = model_of()
+        assert armillary.verify(model, torch.optim.SGD(model.parameters(), 0.1), given, loss, **asked).is_equal
+    with (
+        shelf(my_driver=Driver((), of_hooks)),
+        pytest.raises(ValueError, match="driver 'my_driver' makes an engine of"),
+    ):
+        armillary.verify(model, torch.optim.SGD(model.parameters(), 0.1), given, loss, **asked)
+
+
 def test_a_driver_that_nobody_registered_is_told_of():
     with shelf(), pytest.raises(ValueError, match="no driver 'my_driver'; there are owned_loop"):
         driver_of(replace(made(), schedule=Choice("mine", {"micro_batches": 1})))

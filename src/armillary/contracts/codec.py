@@ -71,8 +71,14 @@ KINDS = (normal, wide, constant, subnormal, near_the_largest, mostly_zero)
 def where(broken: Callable[[Codec, Tensor], str], codec: Codec, sizes: tuple[int, ...]) -> Iterator[str]:
     """Numbers with which a rule is broken, and how."""
     for kind, dtype, n in product(KINDS, DTYPES, sizes):
-        if how := broken(codec, kind(n, dtype)):
-            yield f"{n} numbers, {kind.__name__.replace('_', ' ')}, {dtype}: {how}"
+        numbers = f"{n} numbers, {kind.__name__.replace('_', ' ')}, {dtype}"
+        try:
+            how = broken(codec, kind(n, dtype))
+        except Exception as error:
+            error.add_note(numbers)
+            raise
+        if how:
+            yield f"{numbers}: {how}"
 
 
 def first_apart(who: tuple[str, str], one: Tensor, other: Tensor, begin: int = 0) -> str:
@@ -114,6 +120,9 @@ def misread(codec: Codec, values: Tensor) -> str:
 
 def beyond(codec: Codec, values: Tensor) -> str:
     meaning, bound = codec.meaning(values, drawn()), codec.bound(values)
+    if not isinstance(bound, Tensor) or bound.shape != values.shape:
+        what = tuple(bound.shape) if isinstance(bound, Tensor) else type(bound).__name__
+        return f"bound gives {what}; want a tensor of {tuple(values.shape)}, a number for each value"
     error = (values.double() - meaning.double()).abs()
     if len(lost := (~meaning.isfinite()).nonzero().flatten()):
         at = int(lost[0])

@@ -6,12 +6,12 @@ Tests hold every exchange of the package to it, and `check` one of the user's ow
 import math
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from armillary.exchanges.dense import DenseExchange, PushResult, exact_sum
+from armillary.exchanges.dense import DenseExchange, Leg, Links, PushResult, Resharding, exact_sum
 from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.requests import AllGather, AllReduce, Program, Request, asked_by
 from armillary.plans.topology import Link, Topology
@@ -104,7 +104,7 @@ def seen_from_above(exchange: DenseExchange, layout: Layout, workers: int) -> li
 
 
 def _kind(given: Any) -> str:
-    if isinstance(given, list | tuple):
+    if isinstance(given, list | tuple) and not hasattr(given, "_fields"):
         said = ", ".join(map(_kind, given[:4]))
         return f"[{said}]" if isinstance(given, list) else f"({said})"
     return "None" if given is None else type(given).__name__
@@ -188,7 +188,7 @@ def sends_what_it_says(exchange: DenseExchange) -> str:
         topology = Topology(shape.workers // shape.per_node, shape.per_node, LINK, LINK, 1 << 30)
         sent = pushed(exchange, layout, shape).sent
         if exchange.most_bytes is None:
-            said = exchange.sent_bytes(layout, topology)
+            said = _sent_bytes(exchange, layout, topology)
             is_right = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(sent, said, strict=True))
         else:
             said = exchange.most_bytes(layout, topology)
@@ -218,16 +218,32 @@ def says_legs_as_it_asks(exchange: DenseExchange) -> str:
         asked = list[Request]()
         first, *others = programs_of(exchange, layout, shape)
         lockstep.run([_written_down(first, asked), *others], shape.per_node)
-        legs, kinds = exchange.legs(layout, topology), sorted({type(one).__name__ for one in asked})
+        legs, kinds = _legs(exchange, layout, topology), sorted({type(one).__name__ for one in asked})
+        if strange := sorted({str(leg.links) for leg in legs} - {*get_args(Links)}):
+            return f"no link of a leg is called {', '.join(strange)}; want {', '.join(get_args(Links))}"
         if kinds != (said := sorted({leg.request for leg in legs})):
             return f"{_said(shape)}: legs are of {said}, requests of {kinds}"
         messages, counted = sum(leg.messages for leg in legs), sum(_messages(one, shape) for one in asked)
         if messages < counted:
             return f"{_said(shape)}: legs have {messages:g} messages that wait for one another, requests {counted}"
-        through, most = sum(leg.link_bytes for leg in legs), max(exchange.sent_bytes(layout, topology))
+        through, most = sum(leg.link_bytes for leg in legs), max(_sent_bytes(exchange, layout, topology))
         if through < most * (1 - 1e-6):
             return f"{_said(shape)}: legs carry {through:g} bytes, but a rank sends {most:g}"
     return ""
+
+
+def _sent_bytes(exchange: DenseExchange, layout: Layout, topology: Topology) -> list[float]:
+    found: Any = exchange.sent_bytes(layout, topology)
+    if not isinstance(found, list | tuple) or len(found) != topology.workers:
+        raise NotAsked(f"sent_bytes must give one number a rank, {topology.workers} here; it gave {_kind(found)}")
+    return list(found)
+
+
+def _legs(exchange: DenseExchange, layout: Layout, topology: Topology) -> list[Leg]:
+    found: Any = exchange.legs(layout, topology)
+    if not isinstance(found, list | tuple) or not all(isinstance(leg, Leg) for leg in found):
+        raise NotAsked(f"legs must give a list of Leg; it gave {_kind(found)}")
+    return list(found)
 
 
 def _messages(request: Request, shape: Shape) -> int:
@@ -265,7 +281,10 @@ def leaves_the_state_it_was_given(exchange: DenseExchange) -> str:
 
 
 def keeps_its_state_by_parameter(exchange: DenseExchange) -> str:
-    layout = layout_for(exchange)
+    layout, ways = layout_for(exchange), get_args(Resharding)
+    for entry, way in exchange.resharding.items():
+        if way not in ways:
+            return f"resharding of {entry!r} is {way!r}; want one of {', '.join(ways)}"
     first = states_for(exchange, layout, 2)
     after = [state for _, state in pushed(exchange, layout, Shape(2, 1)).moved]
     found = [exchange.misfit(layout, state) for state in (*first, *after)]

@@ -22,6 +22,7 @@ from armillary.schedules.checker import Rule, Setting, flaw
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.method import ScheduleOptions
 from armillary.schedules.registry import SCHEDULES, read
+from armillary.schedules.schedule import Schedule
 
 __all__ = ["SCHEDULE_RULES", "check"]
 
@@ -31,12 +32,19 @@ RULES: tuple[Rule, ...] = ("gloo", "nccl")
 
 def can_be_computed(options: ScheduleOptions, workers: int) -> str:
     """The table refuses by itself what cannot."""
-    options.schedule()
+    _table(options)
     return ""
 
 
+def _table(options: ScheduleOptions) -> Schedule:
+    found: Any = options.schedule()
+    if not isinstance(found, Schedule):
+        raise NotAsked(f"table must give a Schedule; it gave {type(found).__name__}")
+    return found
+
+
 def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
-    schedule, together = options.schedule(), range(workers // options.replicas(workers))
+    schedule, together = _table(options), range(workers // options.replicas(workers))
     ranks = options.ranks(together) if len(together) > 1 else [0] * schedule.workers
     played = (0,) * schedule.workers if len(together) == 1 else tuple(range(schedule.workers))
     for calls, rule in product(CALLS, RULES):
@@ -53,7 +61,7 @@ def nobody_waits_for_ever(options: ScheduleOptions, workers: int) -> str:
 
 
 def says_of_its_table_what_is_so(options: ScheduleOptions, workers: int) -> str:
-    schedule = options.schedule()
+    schedule = _table(options)
     said = (options.stages, options.micro_batches)
     if said != (schedule.stages, schedule.micro_batches):
         return f"its options say {said} stages and micro-batches, its table {schedule.stages, schedule.micro_batches}"
@@ -113,7 +121,7 @@ def _kept(name: str, examples: Iterable[_Example]) -> list[str]:
             how = _how(broken_by)
             count += bool(how.said)
             if how.is_raised:
-                raised.setdefault(how.said, []).append(f"{one.text}: it is not so that {rule}")
+                raised.setdefault(how.said, []).append(f"{one.text}: it is not so that {rule}{how.given}")
             elif how.said:
                 broken.append(f"{one.text}: it is not so that {rule}: {how.said}")
         kept.append(f"{one.text} keeps its {len(one.rules)} rules")
@@ -126,10 +134,12 @@ def _kept(name: str, examples: Iterable[_Example]) -> list[str]:
 
 
 class _How(NamedTuple):
-    """A rule is broken; said: empty where it is kept. is_raised: by an error, which may break other rules too."""
+    """A rule is broken; said: empty where it is kept. is_raised: by an error, which may break other rules too. given:
+    the numbers with which it was raised, where that is known."""
 
     said: str
     is_raised: bool = False
+    given: str = ""
 
 
 def _how(broken_by: Callable[[], str]) -> _How:
@@ -139,9 +149,13 @@ def _how(broken_by: Callable[[], str]) -> _How:
     except NotAsked as error:
         return _How(str(error), is_raised=True)
     except Raised as error:
-        return _How(said_of(error.__cause__ or error), is_raised=True)
+        return _How(said_of(error.__cause__ or error), is_raised=True, given=_noted(error))
     except Exception as error:
-        return _How(said_of(error), is_raised=True)
+        return _How(said_of(error), is_raised=True, given=_noted(error))
+
+
+def _noted(error: Exception) -> str:
+    return "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
 
 
 def _of_codec(asked: Choice) -> Iterator[_Example]:

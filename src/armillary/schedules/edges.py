@@ -168,7 +168,8 @@ def codes_of(edges: Sequence[Edge], first_step: int = 0) -> Codes:
 
 
 class Remembered(NamedTuple):
-    """By which codec changes are written, and what each end may hold of every tensor."""
+    """By which codec changes are written, and what each end may hold of every tensor; 0 bytes: nothing is remembered,
+    and the codec writes the values themselves."""
 
     codec: Choice
     cache_bytes: int
@@ -196,7 +197,8 @@ def sample_keys(micro_batch: Any) -> tuple[bytes, ...]:
     return tuple(one.digest() for one in hashes)
 
 
-# What an edge may be besides a codec, by name: (what is coded, choice, its options) -> by what it is coded.
+# What an edge may be besides a codec, by name: ("edge" or "edge_back", choice, its options, which it may take) -> by
+# what it is coded.
 EDGES: Registry[Callable[[str, Choice, dict[str, Any]], Remembered]] = Registry("edge method", "armillary.schedules")
 
 
@@ -218,7 +220,10 @@ def _read(what: str, choice: Choice) -> _Named:
         raise ValueError(f"{what}: at_eval is {' or '.join(EVALS)}, and of an edge, not of its way back; got {eval_!r}")
     inner, cache_bytes = Choice(choice.name, options), 0
     if choice.name in EDGES:
-        inner, cache_bytes = EDGES[choice.name](what, choice, options)
+        made: Any = EDGES[choice.name](what, choice, options)
+        if not isinstance(made, Remembered):
+            raise ValueError(f"{what} {choice}: {choice.name} gives {type(made).__name__}; want a Remembered")
+        inner, cache_bytes = made
     try:
         return _Named(guarded(codec_of(inner)), warm_up, cache_bytes)
     except ValueError as error:

@@ -14,7 +14,7 @@ parameters.
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,14 +70,15 @@ class Health:
     """Of one group, means over workers.
 
     density: the share of its values that the last exchange sent. residual: norm of what waits, over the norm of the
-    weights. skipped: the share of exchanges that moved nothing, since some rank's numbers were not finite. distance: of
-    the replicas from their mean, over its norm; None where all ranks hold the same weights.
+    weights; None where its state has no entry of that name. skipped: the share of exchanges that moved nothing, since
+    some rank's numbers were not finite. distance: of the replicas from their mean, over its norm; None where all ranks
+    hold the same weights.
     """
 
     group: str
     exchange: str
     density: float
-    residual: float
+    residual: float | None
     skipped: float
     distance: float | None = None
 
@@ -92,8 +93,15 @@ def health_of(run: Job) -> tuple[Health, ...]:
     means = [[sum(figure) / len(everyones) for figure in zip(*theirs, strict=True)] for theirs in zip(*everyones)]
     apart = distances(units, run.transport)
     return tuple(
-        replace(Health(unit.name, departing[unit.name], *mean), distance=apart.get(unit.name))
-        for unit, mean in zip(units, means, strict=True)
+        Health(
+            unit.name,
+            departing[unit.name],
+            density,
+            waiting if RESIDUAL in unit.state else None,
+            skipped,
+            apart.get(unit.name),
+        )
+        for unit, (density, waiting, skipped) in zip(units, means, strict=True)
     )
 
 

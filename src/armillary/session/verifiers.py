@@ -203,7 +203,12 @@ def _train_by_schedule(case: VerifiedCase, rounds_otherwise: bool) -> TrainedCas
     example = next(TrainBatches(case.workload, (0, case.micro_batches), case.seed))
     run = attach(case.plan, model, optimizer, loss=case.workload.loss, example=example, seed=case.seed)
     engine = run._engine
-    assert isinstance(engine, OwnedLoop)
+    if not isinstance(engine, OwnedLoop):
+        driver = case.options.method.step_mode
+        raise ValueError(
+            f"verify: driver {driver!r} makes an engine of its own, which nobody knows how to verify; register a way: "
+            f"VERIFIERS.register({driver!r}, ...) of armillary.session.verify"
+        )
     acts = watched(run)
     feeds = [case.feed(micro_batch) for micro_batch in engine.micro_batches]
     for step in range(case.steps):

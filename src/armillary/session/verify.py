@@ -61,7 +61,8 @@ def verify_workload(
     double = InDouble(workload)
     decided = plan_job(model_to_plan(double, seed), request or JobRequest())
     plan = shortened(decided.plan)
-    plans, held = {"planned": plan}, VERIFIERS[SCHEDULES[plan.schedule.name].step_mode]
+    driver = SCHEDULES[plan.schedule.name].step_mode
+    plans, held = {"planned": plan}, VERIFIERS.all().get(driver, verify_schedule)
     if held is verify_hooks:
         exact = [name for name, entry in {**dense_exchanges(), **row_exchanges()}.items() if not entry.departs]
         names = exact if exchanges == "every" else exchanges
