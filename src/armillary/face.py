@@ -3,9 +3,9 @@
 from armillary.checkpoint.folder import latest_checkpoint
 from armillary.contracts.schedule import check
 from armillary.planning.planner import plan
-from armillary.plans.choice import Choice
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Link, Topology
 from armillary.profiler.profiler import profile
 from armillary.session.advise import advise

@@ -16,10 +16,9 @@ from armillary.cli import options as ask
 from armillary.cli.names import aliases, codecs, edges_only, exchanges, refuse_unknown, schedules
 from armillary.planning.demand import PRICE, Constraint, refuse_other_allowed, refuse_unknown_rule, refuse_unlisted
 from armillary.plans.advice import TARGETS
-from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.profile import Profile
-from armillary.plans.registry import no_entry
+from armillary.plans.registry import Choice, no_entry
 from armillary.plans.topology import Link, Topology, read_kept
 from armillary.session.run_folder import claim_folder, refuse_unwritable, run_folder
 

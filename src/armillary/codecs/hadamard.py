@@ -13,7 +13,7 @@ from torch import Tensor
 
 from armillary.codecs.packing import BLOCK, Tiles, bounded, tiled, within, working
 from armillary.codecs.registry import Codec, Draw, codec, codec_of
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 
 __all__ = ["hadamard", "rotated"]
 

@@ -19,9 +19,17 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.packing import all_finite, as_bytes, from_bytes
-from armillary.plans.choice import Choice
-from armillary.plans.factory_errors import Raised, is_theirs, told, why_not_given
-from armillary.plans.registry import NO_ALIASES, Aliases, Registry, examples_of
+from armillary.plans.registry import (
+    NO_ALIASES,
+    Aliases,
+    Choice,
+    Raised,
+    Registry,
+    examples_of,
+    is_theirs,
+    told,
+    why_not_given,
+)
 
 __all__ = [
     "CODECS",

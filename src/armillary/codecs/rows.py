@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.registry import CODECS, GUARD_BYTES, Codec, codec_of
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 
 __all__ = ["AS_THEY_ARE", "RowCode", "RowCodes", "row_code"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.codecs.registry import Codec
-from armillary.plans.factory_errors import Raised
+from armillary.plans.registry import Raised
 
 __all__ = ["CODEC_RULES", "drawn", "is_read_back", "is_within_its_bound", "normal"]
 

@@ -15,9 +15,7 @@ from armillary.contracts.codec import CODEC_RULES
 from armillary.contracts.exchange import NotAsked, is_the_sum, rules_of
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import DENSE, build_dense
-from armillary.plans.choice import Choice
-from armillary.plans.factory_errors import Raised, said_of
-from armillary.plans.registry import guess
+from armillary.plans.registry import Choice, Raised, guess, said_of
 from armillary.schedules.checker import Rule, Setting, flaw
 from armillary.schedules.lowering import Lowering
 from armillary.schedules.method import ScheduleOptions

@@ -9,12 +9,11 @@ from types import MappingProxyType
 
 from armillary.exchanges.all_reduce import all_reduce
 from armillary.exchanges.dense import AveragedGradients, DenseExchange, Leg, Mechanisms, PushResult
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import Layout, Parcel, RankInfo, State, parted
 from armillary.plans.requests import AllReduce, Program
 from armillary.plans.topology import Topology
 
-__all__ = ["averaging", "crossings", "packed_share", "why_not_beside"]
+__all__ = ["averaging", "crossings", "packed_share"]
 
 ACTS: Mapping[str, str] = MappingProxyType(
     {"world": "gradients averaged over all ranks", "node": "gradients averaged inside the node"}
@@ -56,20 +55,3 @@ def crossings(exchange: DenseExchange) -> tuple[DenseExchange, ...]:
 def packed_share(exchange: DenseExchange) -> float:
     """How often in a step a group is laid side by side: gradients always, weights for their meetings."""
     return 1.0 if exchange.carries == "gradient" else sum(one.share_due for one in crossings(exchange))
-
-
-def why_not_beside(choice: Choice, exchange: DenseExchange, mean: str, workers_per_node: int) -> str:
-    """What speaks against an exchange of weights on such machines, with such a mean; empty where nothing does."""
-    if exchange.carries != "weights":
-        return ""
-    if mean == "weights":
-        return (
-            f"mean='weights' weighs gradients, but {choice} lets weights meet, of which each rank's count alike; plan "
-            "with mean='workers'"
-        )
-    if workers_per_node == 1 and any(one.scope == "node" for one in exchange.gradients):
-        return (
-            f"{choice} averages gradients inside a node, but each node has one rank; drop that option, or start more "
-            "ranks on every node"
-        )
-    return ""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from armillary.plans.parcel import Layout, Parcel, RankInfo, State
+from armillary.plans.registry import Choice
 from armillary.plans.requests import Program
 from armillary.plans.topology import Topology
 
@@ -32,6 +33,7 @@ __all__ = [
     "PushResult",
     "Resharding",
     "exact_sum",
+    "why_not_beside",
 ]
 
 Links = Literal["slowest", "everyone", "neighbour", "node", "rail"]
@@ -245,3 +247,20 @@ class DenseExchange(NamedTuple):
         """What its state takes on one worker."""
         values = torch.empty(layout.numel, dtype=getattr(torch, layout.dtype), device="meta")
         return sum(entry.nbytes for entry in self.begin(layout, RankInfo(0, workers), values).values())
+
+
+def why_not_beside(choice: Choice, exchange: DenseExchange, mean: str, workers_per_node: int) -> str:
+    """What speaks against an exchange of weights on such machines, with such a mean; empty where nothing does."""
+    if exchange.carries != "weights":
+        return ""
+    if mean == "weights":
+        return (
+            f"mean='weights' weighs gradients, but {choice} lets weights meet, of which each rank's count alike; plan "
+            "with mean='workers'"
+        )
+    if workers_per_node == 1 and any(one.scope == "node" for one in exchange.gradients):
+        return (
+            f"{choice} averages gradients inside a node, but each node has one rank; drop that option, or start more "
+            "ranks on every node"
+        )
+    return ""

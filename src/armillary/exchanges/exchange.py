@@ -21,13 +21,11 @@ from torch import Tensor
 from armillary.codecs.rows import RowCodes
 from armillary.exchanges.dense import DenseExchange, EarlyLegs, Legs, exact_sum
 from armillary.exchanges.ownership import Ownership
-from armillary.plans.choice import Choice
-from armillary.plans.factory_errors import is_theirs, told, why_not_given
 from armillary.plans.group import Group, checked
 from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import Consensus
 from armillary.plans.profile import ParameterFact
-from armillary.plans.registry import Registry, examples_of
+from armillary.plans.registry import Choice, Registry, examples_of, is_theirs, told, why_not_given
 from armillary.plans.requests import Program
 from armillary.plans.topology import Topology
 

@@ -28,9 +28,9 @@ from armillary.exchanges.dense import EarlyLegs, Leg, Legs
 from armillary.exchanges.exchange import Counts, Pulled, RowExchange, RowTraffic, Staying, row_exchange
 from armillary.exchanges.ownership import Ownership, orders, owners_among
 from armillary.plans.advice import Advice, Combination, Situation, advises, not_for, parallelized, planned
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import RankInfo
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 from armillary.plans.requests import AllToAll, Program
 from armillary.plans.topology import Topology
 

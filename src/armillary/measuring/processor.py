@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from armillary.exchanges.dense import DenseExchange
 from armillary.exchanges.exchange import build_dense, dense_exchanges
 from armillary.exchanges.owned_rows import merge_rows
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 from armillary.plans.requests import AllGather, AllReduce, AllToAll, Request
 from armillary.plans.topology import CodingRate, Processor, RowRate, Topology, UpdateRate
 

@@ -23,9 +23,9 @@ from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges
 from armillary.planning.constraints import LISTED, PLAIN, allows, layout_of, parallax, plain, why_not
 from armillary.planning.demand import Constraint
 from armillary.planning.pricing import Case, dense_forecast, row_forecast, row_work
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group, Layout, checked
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 
 __all__ = [
     "BucketLimits",

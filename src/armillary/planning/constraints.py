@@ -18,11 +18,10 @@ from types import MappingProxyType
 from armillary.codecs.registry import CODECS
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
 from armillary.planning.demand import LAYOUTS, Constraint, refuse_unlisted
-from armillary.plans.choice import Choice
-from armillary.plans.factory_errors import why_not_given
 from armillary.plans.group import Layout
 from armillary.plans.parcel import layout_of as flat
 from armillary.plans.profile import ParameterFact, Profile
+from armillary.plans.registry import Choice, why_not_given
 from armillary.plans.topology import Topology
 
 __all__ = [

@@ -9,8 +9,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from armillary.plans.choice import Choice
-from armillary.plans.registry import guess
+from armillary.plans.registry import Choice, guess
 
 __all__ = [
     "LAYOUTS",

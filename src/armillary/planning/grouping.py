@@ -21,10 +21,10 @@ from armillary.planning.activities import least_seconds
 from armillary.planning.candidates import MIB, BucketLimits, Candidate, Question, arrival_of, buckets, default_limits
 from armillary.planning.pricing import Case, dense_forecast, idle_round
 from armillary.planning.simulator import quickest, simulate
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology
 from armillary.plans.units import seconds_text
 

@@ -20,10 +20,10 @@ from armillary.planning.memory import needed_bytes
 from armillary.planning.pricing import Case, dense_forecast, idle_round
 from armillary.planning.quicker_ways import OtherWay
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
 from armillary.plans.group import Group
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 from armillary.plans.units import bytes_text, seconds_text
 
 __all__ = [

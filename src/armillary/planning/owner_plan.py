@@ -10,10 +10,10 @@ from dataclasses import replace
 from armillary.planning.owner_clock import OwnerCosts, costs_of, round_seconds
 from armillary.planning.pricing import Case
 from armillary.planning.step_time import all_reduce_seconds
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 from armillary.plans.units import seconds_text
 from armillary.schedules.costs import Planned
 from armillary.schedules.method import ScheduleOptions

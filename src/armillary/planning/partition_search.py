@@ -22,8 +22,8 @@ import numpy as np
 from armillary.exchanges.exchange import row_exchanges
 from armillary.planning.candidates import Question, candidate, ruled
 from armillary.planning.constraints import allows
-from armillary.plans.choice import Choice
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice
 from armillary.plans.units import seconds_text
 
 __all__ = [

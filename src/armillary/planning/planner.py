@@ -14,7 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from armillary.exchanges.averaged_gradients import why_not_beside
+from armillary.exchanges.dense import why_not_beside
 from armillary.exchanges.exchange import build_dense, consensus_of, dense_exchanges, row_exchanges
 from armillary.planning.candidates import Candidate, Question, candidate, default_limits, peak_bytes, ruled
 from armillary.planning.constraints import (
@@ -49,12 +49,11 @@ from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named, stage
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.planning.stage_plan import plan_staged, plan_uncut
 from armillary.planning.step_time import with_expected, with_slower_said
-from armillary.plans.choice import Choice
-from armillary.plans.factory_errors import exact_keywords
 from armillary.plans.mesh import Mesh
 from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
 from armillary.plans.plan_text import REWRITTEN
 from armillary.plans.profile import Profile
+from armillary.plans.registry import Choice, exact_keywords
 from armillary.plans.topology import Topology
 from armillary.schedules.registry import read, why_not_carried
 

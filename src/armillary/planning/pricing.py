@@ -26,11 +26,11 @@ from armillary.planning.link_costs import (
     traffic,
     traffic_merged,
 )
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, PrefetchKind
 from armillary.plans.parcel import Layout, RankInfo, layout_of
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact, Profile
+from armillary.plans.registry import Choice
 from armillary.plans.topology import CodingRate, Topology
 
 __all__ = [

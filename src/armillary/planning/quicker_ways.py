@@ -16,9 +16,9 @@ from armillary.planning.pricing import Case, dense_update_seconds
 from armillary.planning.simulator import simulate
 from armillary.planning.stage_plan import plan_staged
 from armillary.planning.step_time import all_reduce_seconds
-from armillary.plans.choice import Choice
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
+from armillary.plans.registry import Choice
 from armillary.plans.units import seconds_text
 from armillary.schedules.registry import SCHEDULES, options_of
 

@@ -15,8 +15,8 @@ from armillary.planning.constraints import names_of, plain, resolve
 from armillary.planning.demand import PRICE, Constraint, refuse_other_allowed, refuse_with_rule, written
 from armillary.planning.pricing import Case
 from armillary.planning.stage_costs import EdgeRequest, EdgeRequests, Ways, departures_of
-from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Mean
+from armillary.plans.registry import Choice
 from armillary.schedules.method import Method
 from armillary.schedules.registry import SCHEDULES, read, tables_stay_whole
 

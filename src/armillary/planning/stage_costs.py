@@ -27,9 +27,9 @@ from armillary.planning.candidates import arrival_of, buckets, default_limits
 from armillary.planning.constraints import PLAIN
 from armillary.planning.link_costs import leg_seconds
 from armillary.planning.pricing import Case, coding_seconds, pack_seconds
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import layout_of
 from armillary.plans.profile import Numbers, ParameterFact, Profile, StageFact
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology
 from armillary.plans.units import bytes_text
 from armillary.schedules.edges import IN_MEMORY_BYTES, SAME, Edge, EdgeCode, codes_of

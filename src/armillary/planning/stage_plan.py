@@ -34,12 +34,12 @@ from armillary.planning.stage_costs import (
     sent_over,
     uses_of,
 )
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group, Layout, StagePlan
 from armillary.plans.mesh import STAGE
 from armillary.plans.parcel import layout_of
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact, Profile, StageFact
+from armillary.plans.registry import Choice
 from armillary.schedules.costs import Counts, Planned, copies_held, counted
 from armillary.schedules.edges import Edge, codes_of
 from armillary.schedules.instructions import TOKENS

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from armillary.plans.advice import ADVICE, Advice, Combination, Situation, advisers, advises, not_for, planned
-    from armillary.plans.choice import Choice
     from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
     from armillary.plans.mesh import DATA, STAGE, Axis, Mesh
     from armillary.plans.parcel import Layout, layout_of
     from armillary.plans.plan import SIMULTANEOUS, Plan, model_fingerprint
     from armillary.plans.profile import Numbers, ParameterFact, Profile, Reads, RowFacts, StageFact
-    from armillary.plans.registry import Registry
+    from armillary.plans.registry import Choice, Registry
     from armillary.plans.requests import (
         AllGather,
         AllReduce,
@@ -113,13 +112,12 @@ __all__ = [
 
 _NAMES = {
     "advice": ("ADVICE", "Advice", "Combination", "Situation", "advisers", "advises", "not_for", "planned"),
-    "choice": ("Choice",),
     "group": ("DEPARTURES", "EXACT", "Forecast", "Group", "StagePlan"),
     "mesh": ("DATA", "STAGE", "Axis", "Mesh"),
     "parcel": ("Layout", "layout_of"),
     "plan": ("SIMULTANEOUS", "Plan", "model_fingerprint"),
     "profile": ("Numbers", "ParameterFact", "Profile", "Reads", "RowFacts", "StageFact"),
-    "registry": ("Registry",),
+    "registry": ("Choice", "Registry"),
     "requests": (
         "AllGather",
         "AllReduce",

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, checked
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
-from armillary.plans.registry import Registry
+from armillary.plans.registry import Choice, Registry
 from armillary.plans.topology import Topology
 
 __all__ = [

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 
 __all__ = [
     "DEPARTURES",

@@ -15,10 +15,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from armillary.plans.choice import Choice
 from armillary.plans.group import DEPARTURES, PREFETCH_KINDS, Forecast, Group, StagePlan, checked
 from armillary.plans.mesh import Axis, Mesh
 from armillary.plans.plan_text import expected_words, number_of, plan_page, plan_words
+from armillary.plans.registry import Choice
 from armillary.plans.units import Page, page_text
 
 __all__ = [

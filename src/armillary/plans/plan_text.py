@@ -8,8 +8,8 @@ sentence.
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from armillary.plans.choice import Choice
 from armillary.plans.group import DEPARTURES, EXACT, Forecast, Group, StagePlan
+from armillary.plans.registry import Choice
 from armillary.plans.units import Page, Table, count_text, seconds_text
 
 __all__ = ["REWRITTEN", "UNKNOWN", "expected_words", "number_of", "plan_page", "plan_words"]

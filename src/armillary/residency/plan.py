@@ -6,8 +6,8 @@ It goes to JSON and back with the costs that it was made from, so its forecast i
 import json
 from dataclasses import asdict, dataclass
 
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, StagePlan
+from armillary.plans.registry import Choice
 from armillary.plans.units import Page, Table, page_text
 from armillary.residency.lanes import Played, play
 from armillary.residency.stage_costs import KEEP, RECOMPUTE, SWAP, StageChain, StageCost, TierSpeed

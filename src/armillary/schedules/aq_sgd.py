@@ -11,7 +11,7 @@ NeurIPS 2022.
 
 from typing import Any
 
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 from armillary.schedules.edges import EDGES, Remembered
 
 __all__ = ["aq_sgd"]

@@ -8,8 +8,8 @@ Source: Parallax (Kim et al., 2019), asynchronous training; stale synchronous pa
 """
 
 from armillary.plans.advice import Advice, Situation, advises, planned
-from armillary.plans.choice import Choice
 from armillary.plans.mesh import DATA
+from armillary.plans.registry import Choice
 from armillary.plans.update_log import refused_bound
 from armillary.schedules.costs import Planned
 from armillary.schedules.method import PARAMETER_SERVER, Method, OptionRules, Placing, ScheduleOptions

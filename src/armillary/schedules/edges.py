@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from armillary.codecs.registry import Codec, Draw, codec_of, guarded
-from armillary.plans.choice import Choice
-from armillary.plans.registry import Registry
+from armillary.plans.registry import Choice, Registry
 from armillary.schedules.random_streams import place_seed
 from armillary.schedules.schedule import Cell, Schedule
 

@@ -2,7 +2,7 @@
 
 Note [Norms]. Where gradients are clipped by a norm over all stages, a stage adds its square to that of the stages
 above, behind the last gradient of the step. The whole goes up again rank by rank, each ahead of the forward of the
-micro-batch that `messages.carrier` names.
+micro-batch that `routes.carrier` names.
 
 Note [Replicas]. A stage's gradients set out to their mean over replicas (`REDUCE`) from inside its last backward. Where
 a message follows that backward, it goes first: another rank waits for it, and meanwhile the means have time. They

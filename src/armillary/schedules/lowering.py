@@ -7,8 +7,8 @@ it stands. What an action waits for has an earlier place in that order, so nobod
 message moves by. A step ends at the same tick for all, so that a rank that leaves a call has left nobody waiting in it.
 Where steps do not overlap, it waits at the end until what it sent is there: a script may end after any of its steps.
 
-What goes from rank to rank around the actions the placement says (`placement.py`): `chain.py`, where a stage runs on
-one rank, `relay.py`, where it runs on several, `turns.py`, where micro-batches take turns on them.
+What goes from rank to rank around the actions the placement says (`Placement`): `lower_pipeline.py`, where a stage
+runs on one rank, `lower_ring.py`, where it runs on several, `lower_shared_stages.py`, where micro-batches take turns.
 
 Every worker of a schedule on one rank: a pipeline, a ring, or all of them in one process.
 """

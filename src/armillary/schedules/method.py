@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from armillary.plans.factory_errors import is_theirs, told
 from armillary.plans.mesh import DATA, STAGE, Axis, Mesh
 from armillary.plans.profile import Numbers
+from armillary.plans.registry import is_theirs, told
 from armillary.schedules.clipping import Clip, Norm
 from armillary.schedules.corrections.correction import Correction, build_correction
 from armillary.schedules.edges import Codes, Edge, codes_of, refuse_edges

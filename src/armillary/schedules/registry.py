@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
-from armillary.plans.registry import Registry
+from armillary.plans.registry import Choice, Registry
 from armillary.schedules.edges import Edge
 from armillary.schedules.method import PARAMETER_SERVER, USER_LOOP, Method, ScheduleOptions
 

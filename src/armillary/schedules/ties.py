@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 from armillary.schedules.method import Method, ScheduleOptions
 from armillary.schedules.rank_list import Ties
 from armillary.schedules.registry import SCHEDULES, read

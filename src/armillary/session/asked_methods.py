@@ -27,10 +27,10 @@ from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
 from armillary.plans.advice import Adviser, ForwardFacts, PricedPlan, Recurrent, Situation, advisers, not_for
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast
 from armillary.plans.plan import SIMULTANEOUS, Plan
 from armillary.plans.profile import Profile
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology
 from armillary.profiler.profiler import profile
 from armillary.profiler.unfit_model import refusing_collectives

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.models.structure import passes_alike
-from armillary.plans.factory_errors import exact_keywords
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
+from armillary.plans.registry import exact_keywords
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.profiler.probe import Loss
 from armillary.profiler.unfit_model import AT_WORK

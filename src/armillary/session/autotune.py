@@ -28,8 +28,8 @@ from armillary.planning.prefetch import prefetching
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
 from armillary.plans.plan import Plan
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.plans.units import seconds_text
 from armillary.profiler.probe import Loss

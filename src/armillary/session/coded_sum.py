@@ -17,8 +17,8 @@ from armillary.codecs.packing import all_finite
 from armillary.codecs.registry import CODECS, codec_of
 from armillary.exchanges.coded import coded
 from armillary.exchanges.dense import DenseExchange
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import Layout, Parcel
+from armillary.plans.registry import Choice
 from armillary.transport.transport import Transport
 
 __all__ = ["CodedSum", "coded_sum"]

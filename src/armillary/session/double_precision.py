@@ -22,11 +22,11 @@ from armillary.exchanges.exchange import build_row, consensus_of, dense_exchange
 from armillary.models.structure import mapped
 from armillary.planning.constraints import PLAIN
 from armillary.planning.grouping import dense_group
-from armillary.plans.choice import Choice
 from armillary.plans.group import Group, Layout
 from armillary.plans.mesh import Mesh
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact, Profile
+from armillary.plans.registry import Choice
 from armillary.session.workload import Batch, Workload
 
 __all__ = ["InDouble", "ask_for_repeatable", "doubled", "is_repeatable", "uniform_plan"]

@@ -24,10 +24,10 @@ from armillary.planning.clock import Simulation
 from armillary.planning.group_clock import LOOK_UPS
 from armillary.planning.pricing import Case
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
 from armillary.plans.group import Forecast, Group
 from armillary.plans.parcel import Layout, layout_of
 from armillary.plans.plan import Plan
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology
 from armillary.plans.trace import Record, Trace
 from armillary.schedules.edges import codes_of

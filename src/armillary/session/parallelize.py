@@ -22,10 +22,9 @@ from armillary.planning.constraints import names_of, needs_rows, refuse_unknown
 from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
-from armillary.plans.choice import Choice
-from armillary.plans.factory_errors import exact_keywords
 from armillary.plans.plan import SIMULTANEOUS, Mean
 from armillary.plans.profile import ParameterFact
+from armillary.plans.registry import Choice, exact_keywords
 from armillary.plans.topology import Topology, turn_bytes_on
 from armillary.prefetch.batches import is_plain_loader
 from armillary.profiler.loop_watch import LoopWatch

@@ -33,10 +33,10 @@ from armillary.planning.planner import make_plan, notes_on_hosts, tables_to_sear
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.step_time import with_expected
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile
+from armillary.plans.registry import Choice
 from armillary.plans.requests import Program
 from armillary.plans.topology import Topology
 from armillary.profiler.probe import profile_concurrently, rates_at_once

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.all_reduce import all_reduce
-from armillary.exchanges.averaged_gradients import why_not_beside
-from armillary.exchanges.dense import DenseExchange
+from armillary.exchanges.dense import DenseExchange, why_not_beside
 from armillary.exchanges.exchange import (
     RowExchange,
     build_dense,

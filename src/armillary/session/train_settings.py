@@ -18,10 +18,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
+from armillary.plans.registry import Choice
 from armillary.session.plan_cache import CacheKey, cached_links, hosts_of
 from armillary.session.plan_job import JobRequest, open_transport
 from armillary.session.run_folder import CHECKPOINTS, kept_decision

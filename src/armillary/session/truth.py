@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import build_dense, build_row, dense_exchanges, row_exchanges
-from armillary.plans.choice import Choice
 from armillary.plans.group import Group
 from armillary.plans.plan import Plan
+from armillary.plans.registry import Choice
 from armillary.reference.edges import Edges
 from armillary.reference.replicas import Replicas, SharedGroup
 from armillary.reference.serial import Crossing, Meanings, train_step

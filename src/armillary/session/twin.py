@@ -24,9 +24,9 @@ from armillary.exchanges.dense import DenseExchange
 from armillary.planning.demand import Constraint
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import Parcel, RankInfo, State
 from armillary.plans.plan import SIMULTANEOUS, Plan
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology
 from armillary.prefetch.batches import leaves
 from armillary.profiler.probe import Loss

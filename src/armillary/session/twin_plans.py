@@ -21,9 +21,9 @@ from armillary.planning.planner import make_plan
 from armillary.planning.pricing import Case
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
-from armillary.plans.choice import Choice
 from armillary.plans.group import DEPARTURES
 from armillary.plans.plan import Plan
+from armillary.plans.registry import Choice
 from armillary.plans.topology import Topology
 from armillary.profiler.profiler import profile
 from armillary.reference.replicas import SharedGroup

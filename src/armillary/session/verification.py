@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from armillary.exchanges.dense import CompletedPush, DenseExchange, PushResult
 from armillary.exchanges.exchange import dense_exchanges
-from armillary.plans.choice import Choice
 from armillary.plans.parcel import Layout, Parcel, RankInfo, State
 from armillary.plans.plan import Plan
 from armillary.plans.plan_text import number_of
+from armillary.plans.registry import Choice
 from armillary.plans.requests import Program
 from armillary.plans.units import Page, Table, page_text
 from armillary.runtime.dense_unit import DenseUnit

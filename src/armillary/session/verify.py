@@ -17,9 +17,8 @@ from armillary.exchanges.exchange import dense_exchanges, row_exchanges
 from armillary.planning.demand import PRICE, Constraint
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named
 from armillary.planning.stage_costs import EdgeRequest
-from armillary.plans.choice import Choice
 from armillary.plans.plan import SIMULTANEOUS, Plan
-from armillary.plans.registry import Registry
+from armillary.plans.registry import Choice, Registry
 from armillary.prefetch.batches import leaves
 from armillary.profiler.probe import Loss
 from armillary.schedules.method import OWNED_LOOP, PARAMETER_SERVER, USER_LOOP

@@ -27,10 +27,10 @@ from armillary.planning.planner import bucketings, make_plan
 from armillary.planning.prefetch import prefetchable
 from armillary.planning.pricing import Assumptions, Case
 from armillary.planning.request import PlanRequest
-from armillary.plans.choice import Choice
 from armillary.plans.plan import Mean, Plan
 from armillary.plans.plan_text import number_of
 from armillary.plans.profile import ParameterFact, Profile, StageFact
+from armillary.plans.registry import Choice
 from armillary.plans.topology import TURN_BYTES, Topology
 from armillary.plans.units import bytes_text, enough_text
 from armillary.profiler import profiler

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 from armillary.solvers.methods import IN_ORDER, METHODS, completed
 from armillary.solvers.system import Solved, System
 

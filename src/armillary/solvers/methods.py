@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 from armillary.solvers.gs_jacobi import gs_jacobi
 from armillary.solvers.in_order import finish, in_order
 from armillary.solvers.incremental import incremental

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from armillary.plans.choice import Choice
+from armillary.plans.registry import Choice
 from armillary.solvers.adjoint import with_gradients
 from armillary.solvers.auto import Way, keep, picked, seconds_of
 from armillary.solvers.checks import refuse_train_mode
