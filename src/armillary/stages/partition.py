@@ -22,7 +22,7 @@ written since. That is seen by values: torch's batch norm raises no version coun
 
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -254,16 +254,21 @@ def ties_of(stages: Sequence[Stage]) -> dict[int, Tie]:
     return {stage: Tie(owner, shared[stage]) for stage, owner in refuse_chains(owners).items()}
 
 
-def same_as_model(model: nn.Module, stages: Sequence[Stage], value: Any) -> None:
+def same_as_model(
+    model: nn.Module, stages: Sequence[Stage], value: Any, call: Callable[[Any], Any] | None = None
+) -> None:
     """Runs both on one value with the same random numbers; a cheap proof that the stages are the model's forward: its
     output, structure and values, and its buffers.
+
+    Args:
+        call: of the model with the value, where that is not its one argument.
 
     Raises:
         ValueError: they differ, or a forward writes a buffer that two stages hold, each of which would have its own.
     """
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     seen = []
-    for modules in ([model], [stage.module for stage in stages]):
+    for modules in ([call or model], [stage.module for stage in stages]):
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(random.Random(0).getrandbits(31))
             result = value

@@ -47,7 +47,7 @@ def stages_of(model: nn.Module, given: tuple[Any, ...], points: Sequence[str]) -
     """
     stages = cut_at(model, given, points)
     try:
-        same_as_model(_Called(model), stages, given)
+        same_as_model(model, stages, given, lambda one: model(*one))
     except TypeError as error:  # a part of the graph was made without one of its inputs
         raise ValueError(
             f"stages: what torch's tracer made of {type(model).__name__} cannot be run ({error}). Name its modules in "
