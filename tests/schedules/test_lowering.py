@@ -5,7 +5,7 @@ from itertools import combinations, product
 
 import pytest
 
-from armillary.schedules import Action, Clip, Schedule, StageMessage
+from armillary.schedules import Action, Clip, Schedule, StageMessage, lower_ring, lower_zero_ring, routes
 from armillary.schedules.accumulation import accumulation
 from armillary.schedules.checker import Setting, flaw
 from armillary.schedules.cyclic import cyclic, cyclic_pipeline
@@ -15,6 +15,7 @@ from armillary.schedules.instructions import Holdings, Instruction, operation
 from armillary.schedules.lowering import Lowering, placed
 from armillary.schedules.one_f_one_b import one_f_one_b
 from armillary.schedules.rank_list import ChannelRules
+from armillary.schedules.routes import owner_of, weight_path
 from armillary.schedules.shared_stages import SharedPlacement
 from armillary.schedules.simultaneous import simultaneous
 from schedule_messages import lent_messages, pipeline_messages, ring_messages, shared_messages
@@ -178,15 +179,46 @@ def test_of_what_is_as_large_as_a_stage_little_is_on_its_way(schedule, one_queue
 def test_the_messages_of_a_step_are_the_schedules_messages(clip):
     for schedule in (s for s in [*PIPELINES, *RINGS] if in_time(s, clip)):
         steps = 5
-        sent = Counter(
-            (rank, one.peer, "norm" if "norm" in one.message.what else one.message.what)
-            for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip))
-            for one in made
-            if one.op == "SEND"
-        )
         messages = ring_messages if schedule in RINGS else pipeline_messages
-        wanted = Counter((m.sender, m.receiver, m.content) for m in messages(schedule, clip))
-        assert sent == Counter({key: steps * count for key, count in wanted.items()})
+        assert sent_of(schedule, clip, steps) == wanted_of(messages(schedule, clip), steps)
+
+
+def sent_of(schedule, clip, steps):
+    """How often, by ranks, content and stage. A norm is of no stage."""
+    return Counter(
+        (rank, one.peer, *(("norm",) if "norm" in one.message.what else (one.message.what, one.stage)))
+        for rank, made in enumerate(lists(schedule, "t" * steps + "s", clip))
+        for one in made
+        if one.op == "SEND"
+    )
+
+
+def wanted_of(messages, steps):
+    contents = [(m.sender, m.receiver, *(("norm",) if m.content == "norm" else (m.content, m.stage))) for m in messages]
+    return Counter(contents * steps)
+
+
+def backwards(schedule, stage):
+    """From the owner to the others, against the order in which they read."""
+    owner, *others = weight_path(schedule, stage)
+    return owner, *reversed(others)
+
+
+PLANTED = {
+    "weight_path": backwards,
+    "sum_path": lambda schedule, stage, clip=None: tuple(range(schedule.workers)),  # with a hop that can be saved
+    "owner_of": lambda schedule, stage: (owner_of(schedule, stage) + 1) % schedule.workers,
+}
+
+
+@pytest.mark.parametrize("route", PLANTED)
+def test_a_wrong_route_is_seen_by_the_formulas(monkeypatch, route):
+    """They know no route of the library's."""
+    schedule = cyclic(4, slack=1)
+    assert sent_of(schedule, None, 5) == wanted_of(ring_messages(schedule), 5)
+    for module in (lower_ring, routes, lower_zero_ring):
+        monkeypatch.setattr(module, route, PLANTED[route], raising=False)
+    assert sent_of(schedule, None, 5) != wanted_of(ring_messages(schedule), 5)
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)

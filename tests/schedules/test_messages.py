@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.schedules.cyclic import cyclic, cyclic_pipeline
-from armillary.schedules.routes import closing, owner_of, sum_path, weight_path
+from armillary.schedules.routes import closing, owner_of, sum_path, weight_path, workers_of_stages
 from schedule_messages import pipeline_messages, ring_messages
 
 cost = st.fractions(Fraction(1, 8), 8, max_denominator=8)
@@ -179,4 +179,4 @@ def test_a_pipeline_makes_no_ring_and_a_ring_no_pipeline():
     with pytest.raises(ValueError, match="makes no ring"):
         owner_of(cyclic_pipeline(2, 2), 0)
     with pytest.raises(ValueError, match="makes no pipeline"):
-        pipeline_messages(cyclic(2))
+        workers_of_stages(cyclic(2))
