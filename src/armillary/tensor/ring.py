@@ -1,6 +1,7 @@
 """Ring self-attention: queries stay, keys and values go round the ranks, and results are merged by log-sum-exp.
 
 Source: Li et al., *Sequence Parallelism: Long Sequence Training from System Perspective*, 2021 (ring self-attention).
+Numbers of 16 bits travel as they are and are used in float32, as in PyTorch's own attention.
 Departures: blocks are merged as in Milakov and Gimelshein, 2018, so no row of scores of the whole length is ever made;
 backward computes probabilities again from the log-sum-exp over the whole length.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from armillary.models.split_loss import without_autocast
 from armillary.tensor.groups import MeshAxis
 
 __all__ = ["RingAttention", "RingCall"]
@@ -37,19 +39,23 @@ class RingAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall) -> Tensor:
         axis, held = call.axis, torch.stack([k, v])
-        out, logsum = torch.zeros_like(q), q.new_full(q.shape[:-1], torch.finfo(q.dtype).min)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, logsum = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:-1], torch.finfo(wide).min, dtype=wide)
         for step in range(axis.size):
             source = (axis.index - step) % axis.size
-            for part in _parts(call, q, source):
-                scores = _scores(call, q, held[0], source, part)
-                block_logsum = scores.logsumexp(-1)
-                block_out = scores.sub_(block_logsum.unsqueeze(-1)).exp_() @ held[1]
-                merged = torch.logaddexp(logsum[..., part], block_logsum)
-                out[..., part, :] *= (logsum[..., part] - merged).exp().unsqueeze(-1)
-                out[..., part, :] += (block_logsum - merged).exp().unsqueeze(-1) * block_out
-                logsum[..., part] = merged
+            keys, values = held.to(wide)
+            with without_autocast(q.device.type):
+                for part in _parts(call, q, source):
+                    scores = _scores(call, q, keys, source, part)
+                    block_logsum = scores.logsumexp(-1)
+                    block_out = scores.sub_(block_logsum.unsqueeze(-1)).exp_() @ values
+                    merged = torch.logaddexp(logsum[..., part], block_logsum)
+                    out[..., part, :] *= (logsum[..., part] - merged).exp().unsqueeze(-1)
+                    out[..., part, :] += (block_logsum - merged).exp().unsqueeze(-1) * block_out
+                    logsum[..., part] = merged
             if step < axis.size - 1:
                 held = axis.shift(held)
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, logsum)
         ctx.call = call
         return out
@@ -59,21 +65,25 @@ class RingAttention(Function):
         q, k, v, out, logsum = ctx.saved_tensors
         call: RingCall = ctx.call
         axis, held = call.axis, torch.stack([k, v])
-        dq, dheld = torch.zeros_like(q), torch.zeros_like(held)
-        own = (dout * out).sum(-1, keepdim=True)
+        wide = logsum.dtype
+        dq, dheld = torch.zeros_like(q, dtype=wide), torch.zeros_like(held)
+        own = (dout.to(wide) * out).sum(-1, keepdim=True)
         for step in range(axis.size):
             source = (axis.index - step) % axis.size
-            for part in _parts(call, q, source):
-                probability = _scores(call, q, held[0], source, part).sub_(logsum[..., part].unsqueeze(-1)).exp_()
-                dpart = dout[..., part, :]
-                dheld[1] += probability.mT @ dpart
-                dscores = (dpart @ held[1].mT).sub_(own[..., part, :]).mul_(probability).mul_(call.scale)
-                dq[..., part, :] += dscores @ held[0]
-                dheld[0] += dscores.mT @ q[..., part, :]
-            dheld = axis.shift(dheld)  # the last time home
+            keys, values = held.to(wide)
+            dkeys, dvalues = summed = dheld.to(wide)
+            with without_autocast(q.device.type):
+                for part in _parts(call, q, source):
+                    probability = _scores(call, q, keys, source, part).sub_(logsum[..., part].unsqueeze(-1)).exp_()
+                    dpart = dout[..., part, :].to(wide)
+                    dvalues += probability.mT @ dpart
+                    dscores = (dpart @ values.mT).sub_(own[..., part, :]).mul_(probability).mul_(call.scale)
+                    dq[..., part, :] += dscores @ keys
+                    dkeys += dscores.mT @ q[..., part, :].to(wide)
+            dheld = axis.shift(summed.to(held.dtype))  # the last time home
             if step < axis.size - 1:
                 held = axis.shift(held)
-        return dq, dheld[0], dheld[1], None
+        return dq.to(q.dtype), dheld[0], dheld[1], None
 
 
 def _parts(call: RingCall, q: Tensor, source: int) -> Iterator[slice]:
@@ -87,8 +97,8 @@ def _parts(call: RingCall, q: Tensor, source: int) -> Iterator[slice]:
 
 def _scores(call: RingCall, q: Tensor, k: Tensor, source: int, part: slice) -> Tensor:
     """Of these queries with the keys of `source`; as small as there is where a key is hidden or is padding."""
-    wide, least = k.shape[-2], torch.finfo(q.dtype).min
-    scores = (q[..., part, :] * call.scale) @ k.mT  # a new tensor, so it is written in place
+    wide, least = k.shape[-2], torch.finfo(k.dtype).min
+    scores = (q[..., part, :].to(k.dtype) * call.scale) @ k.mT  # a new tensor, so it is written in place
     rows = torch.arange(part.start, part.stop, device=q.device) + call.axis.index * wide
     columns = torch.arange(wide, device=q.device) + source * wide
     if call.mask is not None:
