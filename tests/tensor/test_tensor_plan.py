@@ -1,11 +1,12 @@
 """The mesh by price: forecasts beside what was counted, one plan everywhere, and choices on links written by hand."""
 
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
-from cut_models import ROLES, Block, Own, adam, batch, largest, loss, made, trained, truth
+from cut_models import HIDDEN, ROLES, Block, Own, adam, batch, largest, loss, made, trained, truth
 from test_tensor_faults import bias_in_every_term
 from test_tensor_refusals import OnItsOwn
 from test_tensor_ways import WORLDS
@@ -49,14 +50,34 @@ def test_verify_finds_every_way_equal_and_bytes_as_forecast(crew, name):
         assert sent == pytest.approx(forecast, rel=1e-12), way
 
 
+def without_numbers(rank, world):
+    """One rank's gradient of one weight is no number."""
+    model, plan = planned("own", world)
+    plan = plan.choosing("columns_rows", {"tensor": world})
+    hook = partial(torch.full_like, fill_value=float("nan"))
+
+    def judged(model, ids):
+        weight = model.blocks[0].up.weight
+        if rank == 1 and weight.shape[0] != HIDDEN:
+            weight.register_hook(hook)
+        return loss(model, ids)
+
+    return tensor.verify(model, [batch(0, 0)], judged, plan).is_equal
+
+
+def test_a_gradient_that_is_no_number_is_not_equal(crew):
+    assert crew(4).run(without_numbers) == [False] * 4
+
+
 def test_verify_finds_a_planted_fault(crew):
     found = crew(8).run(verified, "own", True)[0]
     assert [way for way, (is_equal, *_) in found.items() if not is_equal] == ["columns_rows"]
 
 
 def same(rank, world):
-    torch.manual_seed(0)
+    model, _ = made("own")  # which sets the seed
     stream, (model, plan) = torch.get_rng_state(), planned("own", world)
+    assert torch.equal(stream, torch.get_rng_state())
     again = tensor.MeshPlan.from_json(plan.to_json())
     assert again == plan and again.to_json() == plan.to_json()
     assert all(one.grad is None for one in model.parameters())
@@ -64,7 +85,7 @@ def same(rank, world):
     part = tensor.cut(model, edited)
     optimizer = adam(part.model)
     norms = trained(part, optimizer)
-    return plan.to_json(), str(plan), norms, torch.equal(stream, stream)
+    return plan.to_json(), str(plan), norms
 
 
 def test_every_rank_gets_the_same_plan_and_an_edited_one_is_carried_out(crew):
@@ -118,6 +139,9 @@ def test_memory_is_foreseen_as_it_is_held(crew):
     assert all(0.9 < one < 1.1 for one in off.values()), off
 
 
+MESHES = (("", 4), ("data 2, ", 2))
+
+
 class ByValues(Block):
     def forward(self, x):
         return super().forward(x) if x.sum() > 0 else super().forward(-x)
@@ -131,14 +155,18 @@ def impossible(rank, world):
     mixed.blocks[1] = ByValues()
     with pytest.raises(ValueError, match=r"give tensor\.cut a way and a mesh of your own") as raised:
         tensor.plan(mixed, given, loss, region="blocks", topology=links(world, 1e8))
-    return dict(plan.left_out), str(plan), str(raised.value)
+    mixed.blocks[0], mixed.blocks[1] = OnItsOwn(), OnItsOwn()
+    alone = tensor.plan(mixed, given, loss, region="blocks", topology=links(world, 1e8))
+    return dict(plan.left_out), str(plan), str(raised.value), dict(alone.left_out)
 
 
 def test_what_the_model_does_not_allow_is_left_out_and_said(crew):
-    for left_out, said, by_values in crew(4).run(impossible):
+    for left_out, said, by_values, alone in crew(4).run(impossible):
         assert set(left_out) == {"2d (row 2, column 2)"} and "layer_norm inside region 'blocks'" in said
         assert "Not possible: 2d (row 2, column 2): tensor: layer_norm" in said
         assert "no mesh can be priced (" in by_values
+        without = {name for name, why in alone.items() if why.startswith("no scaled_dot_product_attention")}
+        assert without == {f"{way} ({data}sequence {many})" for way in ("heads", "ring") for data, many in MESHES}
 
 
 def refused(rank, world):

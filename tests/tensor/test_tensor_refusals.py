@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from cut_models import HEADS, WIDE, Block, Own, Torchs, batch, loss
+from cut_models import HEADS, HIDDEN, WIDE, Block, Own, Torchs, batch, loss
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from armillary import residency, tensor
 
@@ -121,6 +122,48 @@ class Unpaired(Block):
         return self.up(x)
 
 
+class HeadNorm(Block):
+    """Without weights, so that only its numbers tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_norm = nn.LayerNorm(WIDE // HEADS, elementwise_affine=False)
+
+    def forward(self, x):
+        return x + self.o(self.head_norm(self.q(x).unflatten(-1, (-1, WIDE // HEADS))).flatten(2))
+
+
+class NormBetween(Block):
+    def __init__(self):
+        super().__init__()
+        self.between = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        return x + self.down(self.between(self.up(x)))
+
+
+class OtherKeys(Block):
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, WIDE // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + F.scaled_dot_product_attention(q, k[:, :, 1:], v[:, :, 1:]).transpose(1, 2).flatten(2)
+
+
+class CheckpointInside(Block):
+    def forward(self, x):
+        return x + checkpoint(self.mlp, x, use_reentrant=self.is_reentrant)
+
+    def mlp(self, x):
+        return self.down(F.dropout(F.gelu(self.up(x)), 0.5))
+
+
+class Reentrant(CheckpointInside):
+    is_reentrant = True
+
+
+class NotReentrant(CheckpointInside):
+    is_reentrant = False
+
+
 class Ignorant(Block):
     def forward(self, x):
         return x[:, :-1]
@@ -135,6 +178,12 @@ def forwards(rank, world):
         (Ignorant, "2d", SQUARE, 5, 7),
         (Block, "2d", SQUARE, 1, 7),
         (Block, "ring", {"sequence": 4}, 5, 3),
+        (HeadNorm, "2d", SQUARE, 5, 7),
+        (OtherKeys, "heads", {"sequence": 4}, 5, 8),
+        (OtherKeys, "ring", {"sequence": 4}, 5, 8),
+        (Reentrant, "columns_rows", FOUR, 5, 7),
+        (NotReentrant, "columns_rows", FOUR, 5, 7),
+        (Reentrant, "ring", {"sequence": 4}, 5, 7),
         (lambda: nn.TransformerEncoderLayer(WIDE, HEADS, 32, 0.1, batch_first=True), "ring", {"sequence": 4}, 5, 7),
         (lambda: nn.TransformerEncoderLayer(WIDE, 2, 32, 0.0, batch_first=True), "heads", {"sequence": 4}, 5, 7),
     ):
@@ -160,8 +209,24 @@ def test_a_forward_that_a_cut_does_not_fit_names_module_and_remedy(crew):
         assert "keep the shape" in told["Ignorant2d", 5, 7]
         assert "want at least 2 samples a replica in region 'blocks'" in told["Block2d", 1, 7]
         assert "want at least 4 tokens a replica" in told["Blockring", 5, 3]
+        assert "a norm of 4 features inside a region read (3, 7, 2, 4)" in told["HeadNorm2d", 5, 7]
+        assert "has 1 keys for 2 queries of a rank" in told["OtherKeysheads", 5, 8]
+        assert "has 1 keys for 2 queries of a rank" in told["OtherKeysring", 5, 8]
+        for one in ("Reentrantcolumns_rows", "NotReentrantcolumns_rows", "Reentrantring"):
+            assert "checkpoint whole modules of the region" in told[one, 5, 7]
         assert "no attention dropout" in told["<lambda>ring", 5, 7]
         assert "has 2 heads, which 4 ranks do not divide" in told["<lambda>heads", 5, 7]
+
+
+def between(rank, world):
+    model = Own(block=lambda _: NormBetween())
+    tensor.cut(model, region="blocks", way="3d", mesh={"i": 2, "j": 2, "l": 2})
+    with pytest.raises(ValueError, match="a norm of 32 features"):
+        loss(model, batch(0, 0))
+
+
+def test_3d_refuses_a_norm_between_two_linear_layers(crew):
+    crew(8).run(between)
 
 
 def twice(rank, world):

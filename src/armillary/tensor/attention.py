@@ -87,9 +87,15 @@ def attend(seen: Region, attention: Callable[..., Tensor], call: AttentionCall) 
     """The call, for what is inside the region.
 
     Raises:
-        ValueError: heads that the axis does not divide, dropout or a learned mask in a ring.
+        ValueError: heads that the axis does not divide; keys of other tokens where tokens are cut; dropout or a
+            learned mask in a ring.
     """
     way = seen.way
+    if way.exchanges and call.key.shape[-2] != call.query.shape[-2]:
+        raise ValueError(
+            f"tensor: attention inside region {seen.path!r} has {call.key.shape[-2]} keys for {call.query.shape[-2]} "
+            'queries of a rank; where tokens are cut, both must be the region\'s tokens; take way="columns_rows"'
+        )
     with seen.seeded(call.query.device, is_whole=False) if call.dropout_p else nullcontext():
         if way.exchanges == "in a ring":
             return _in_a_ring(seen, call)

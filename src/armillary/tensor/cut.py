@@ -263,6 +263,7 @@ def _cut_linear(path: str, module: nn.Module, role: str, inside: Region, leaves:
         axes = mesh.axes
         linear.__class__ = GatheredLinear
         linear._gathering = Gathering(
+            role != "row",
             axes[rule.gather_x], -1 if rule.gathered == "features" else inside.rows_dim, axes[rule.gather_weight],
             axes[rule.scatter] if rule.scatter else None, inside.rows_dim, tuple(mesh.over(rule.sum_weight)),
             tuple(mesh.over(rule.sum_bias)),
@@ -282,6 +283,7 @@ def _cut_norm(path: str, module: nn.Module, inside: Region, leaves: dict[str, Le
     norm: Any = module
     norm.__class__ = CutLayerNorm if type(module) is nn.LayerNorm else CutRMSNorm
     norm._features, norm._alike = mesh.axes[way.features[0]], tuple(mesh.over(way.sum_norms))
+    norm._fits_between = way.heads == way.features
     for kind in [name for name, _ in norm.named_parameters()]:
         _localise(path, norm, kind, ParameterCut((way.features,)), mesh, leaves)
 

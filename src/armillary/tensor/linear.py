@@ -39,7 +39,8 @@ class ColumnLinear(nn.Linear):
     _copied: Callable[[Tensor], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        return marked_cut(functional.linear(self._copied(x), self.weight, self.bias))
+        with torch._C.DisableTorchFunction():  # the region sums gradients of what meets a piece; these are pieces
+            return marked_cut(functional.linear(self._copied(x), self.weight, self.bias))
 
 
 class RowLinear(nn.Linear):
@@ -48,14 +49,17 @@ class RowLinear(nn.Linear):
     _axis: MeshAxis
 
     def forward(self, x: Tensor) -> Tensor:
-        y = marked_cut(sum_forward(functional.linear(x, self.weight), self._axis), False)
+        with torch._C.DisableTorchFunction():
+            y = marked_cut(sum_forward(functional.linear(x, self.weight), self._axis), False)
         return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """Over which axes, and along which dimension of the activation. scatter: None where outputs are whole sums."""
+    """Over which axes, and along which dimension of the activation. scatter: None where outputs are whole sums.
+    is_column: a row layer comes behind it."""
 
+    is_column: bool
     x: MeshAxis
     x_dim: int
     weight: MeshAxis
@@ -76,7 +80,7 @@ class GatheredLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             kind = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
-        return applied(_Gathered, x, weight, bias, self._gathering)
+        return marked_cut(applied(_Gathered, x, weight, bias, self._gathering), self._gathering.is_column)
 
 
 class _Gathered(Function):

@@ -5,18 +5,34 @@ from torch import Tensor, nn
 
 from armillary.tensor.collectives import own_gradient, sum_backward, sum_both
 from armillary.tensor.groups import MeshAxis
+from armillary.tensor.linear import is_cut
 
 __all__ = ["CutLayerNorm", "CutRMSNorm"]
 
 
+def _refuse_other_features(wide: int, x: Tensor, axis: MeshAxis, fits_between: bool) -> None:
+    """
+    Raises:
+        ValueError: the axis does not cut what is normalized.
+    """
+    if x.shape[-1] * axis.size != wide or (is_cut(x) and not fits_between):
+        raise ValueError(
+            f"tensor: a norm of {wide} features inside a region read {tuple(x.shape)}, of which {axis.name!r} does not "
+            'cut the features; way="columns_rows" takes norms of heads, "2d" norms between two linear layers'
+        )
+
+
 class CutLayerNorm(nn.LayerNorm):
-    """Mean first, then variance: two sums a row each way, and no cancellation."""
+    """Mean first, then variance: two sums a row each way, and no cancellation. fits_between: the same axis cuts the
+    features between a column and a row layer."""
 
     _features: MeshAxis
     _alike: tuple[MeshAxis, ...]
+    _fits_between: bool
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.normalized_shape[0]
+        _refuse_other_features(wide, x, self._features, self._fits_between)
         x = x - sum_both(x.sum(-1, keepdim=True), self._features) / wide
         variance = sum_both(x.square().sum(-1, keepdim=True), self._features) / wide
         x = x * torch.rsqrt(variance + self.eps)
@@ -32,8 +48,10 @@ class CutRMSNorm(nn.RMSNorm):
 
     _features: MeshAxis
     _alike: tuple[MeshAxis, ...]
+    _fits_between: bool
 
     def forward(self, x: Tensor) -> Tensor:
+        _refuse_other_features(self.normalized_shape[0], x, self._features, self._fits_between)
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         square = sum_both(x.square().sum(-1, keepdim=True), self._features) / self.normalized_shape[0]
         x = x * torch.rsqrt(square + eps)

@@ -120,6 +120,11 @@ def all_priced(
         except (ValueError, RuntimeError) as error:
             left_out[named(way, sizes)] = str(error).partition("\n")[0]
             continue
+        if WAYS[way].exchanges and not any(
+            one.kind in ("AllToAll", "Shift") for axis in dry.axes for one in axis.requests
+        ):
+            left_out[named(way, sizes)] = "no scaled_dot_product_attention in it, so nobody knows how tokens meet"
+            continue
         prices += [priced(seen, way, sizes, dry, asked, fsdp=fsdp) for fsdp in (False, True)[: 1 + (data > 1)]]
     return tuple(sorted(prices, key=lambda one: one.seconds)), left_out
 
