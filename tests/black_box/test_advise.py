@@ -221,11 +221,11 @@ def test_neurons_are_cut_at_the_bytes_that_the_rooms_own_search_begins_with():
 def test_what_works_together_has_a_line_to_type_and_a_script(typed, profiled):
     shutil.copy(OWN, ".")
     profile = profiled(OWN.name, 4)
-    asked = ("advise", OWN.name, "--set", "kind=tables", "--workers", 4, "--gbit", 0.1, "--profile", profile)
-    page = typed(*asked)
+    page = typed("advise", OWN.name, "--set", "kind=tables", "--workers", 4, "--gbit", 0.1, "--profile", profile)
     (listed,) = (one for one in page.splitlines() if one.startswith("tables by row + int8 for the rest "))
     assert "int8=*" in listed
-    script = typed(*asked, "--script", "the plan by price + KARMA")
+    asked = ("advise", "language_model", "--small", "--workers", 2, "--gbit", 0.1, "--profile")
+    script = typed(*asked, profiled("language_model"), "--script", "the plan by price + KARMA")
     assert "residency.hold(" in script and "parallelize(" in script and len(script.splitlines()) <= 10
 
 
@@ -287,11 +287,11 @@ def advice(situation: Situation) -> Advice:
 '''
 
 
-def test_a_strangers_method_has_a_row(tmp_path):
+def test_a_strangers_method_has_a_row(tmp_path, profiled):
     """In a process of its own: what is registered there must not be planned with here."""
     (tmp_path / "stranger.py").write_text(STRANGER)
     words = ("advise", "recommender", "--small", "--workers", 2, "--import", "stranger.py", "--json")
-    (ended,) = command(words, tmp_path)
+    (ended,) = command((*words, "--profile", profiled("recommender")), tmp_path)
     assert ended.code == 0, ended
     row = rows_of(json.loads(ended.out))["gathered sum"]
     assert row["applies"] and row["forecast"]["seconds"] > 0 and row["departures"] == []

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from functools import cache
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_models import OPTIMIZERS, Reader, chain, made, pair_batch, pair_loss, word_batch, word_loss
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import armillary
 import face
@@ -391,28 +390,25 @@ def test_a_timeout_alone_is_never_refused_and_a_long_wait_is_reported_before_its
     run.close()
 
 
-SCRIPT = """
-import pathlib
-import time
-from test_no_silent_hang import *
-plan = armillary.Plan.from_json(pathlib.Path("plan.json").read_text())
-run = face.start(plan, model := made(Reader), OPTIMIZERS["sgd"](model.parameters()), word_loss,
-                 report_after=1.0, timeout=60.0)
-train(run, range(2), run.rank)
-time.sleep(2.5 * (run.rank == 0))
-train(run, range(2, 4), run.rank)
-run.run.close()
-"""
+def work_alone_for_longer_than_a_report_as_torchrun_starts_it(plan):
+    model = made(Reader)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    run = face.start(plan, model, optimizer, word_loss, report_after=1.0, timeout=60.0)
+    train(run, range(2), run.rank)
+    time.sleep(2.5 * (run.rank == 0))
+    train(run, range(2, 4), run.rank)
+    run.run.close()
 
 
-def test_under_torchrun_the_report_comes_too_and_nothing_else_is_said(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "plan.json").write_text(plan_of(SPREAD, 2).to_json())
-    paths = os.pathsep.join([*(path for path in sys.path if path), os.path.dirname(__file__)])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command += ["train.py"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    assert "armillary: rank 0: outside armillary since its step, " in ended.stderr
-    assert "[c10d]" not in ended.stderr
+def as_torchrun(rank, ranks, plan):
+    """What `torchrun --standalone` does: its agent holds the store and starts the ranks, here forked from it."""
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "reported"}
+    config = LaunchConfig(1, 1, RANKS, start_method="fork", max_restarts=0, **place)
+    elastic_launch(config, work_alone_for_longer_than_a_report_as_torchrun_starts_it)(plan)
+
+
+def test_under_torchrun_the_report_comes_too_and_nothing_else_is_said():
+    (ended,) = Job(1, as_torchrun, plan_of(SPREAD, RANKS)).ended()
+    assert ended.code == 0, ended.err
+    assert "armillary: rank 0: outside armillary since its step, " in ended.err
+    assert "[c10d]" not in ended.err

@@ -197,9 +197,7 @@ def test_a_checkpoint_whose_marker_is_cut_short_is_refused_by_its_name(crew, tmp
         assert "step-00000000" in said and "rank 0" in said, said
 
 
-@pytest.mark.parametrize(
-    "text", ["gpipe(micro_batches=4)", "one_f_one_b(micro_batches=2)", "accumulation(micro_batches=2)"]
-)
+@pytest.mark.parametrize("text", ["gpipe(micro_batches=4)", "one_f_one_b(micro_batches=2)"])
 def test_exact_schedules_are_trained_and_verified_by_name_on_the_command_line(tmp_path, text):
     vit = ("--set", "architecture=vit", "--set", "width=16", "--set", "depth=2")
     small = ("vision", "--small", "--set", "batch_size=8", *vit)

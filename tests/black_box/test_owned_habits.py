@@ -151,6 +151,11 @@ HABITS = {
     hooks_the_step: "SGD has a step hook (quartered), which would not run once a step with all its gradients",
     hooks_after_the_step: "SGD has a step hook (quartered), which would not run once a step with all its",
 }
+# Every schedule is asked of every other one, gpipe and a loop of the user's own of all.
+ASKED = {
+    text: [*HABITS] if text in ("gpipe(micro_batches=2)", OWN) else [*HABITS][number % 2 :: 2]
+    for number, text in enumerate(EVERY)
+}
 OF_RUN_STEP = (hooks_a_gradient, steps_in_the_backward)  # autograd calls them in a loop of the user's own
 AT_ATTACH = (*OF_RUN_STEP, hooks_the_step, hooks_after_the_step)
 
@@ -160,7 +165,8 @@ def test_what_a_loop_changes_between_steps_is_refused_and_is_there_after_close(c
     processes = EVERY[text]
     plan = plan_of(text, processes)
     usual = crew(processes).run(interrupted, plan, nothing, plan, tmp_path / "usual")
-    for habit, wanted in HABITS.items():
+    for habit in ASKED[text]:
+        wanted = HABITS[habit]
         if text == OWN and habit in OF_RUN_STEP:
             continue
         answers = crew(processes).run(

@@ -66,7 +66,6 @@ def verified(rank, workers, choice):
     ("workers", "choice"),
     [
         (2, "local_losses(stages=2, micro_batches=3)"),
-        (2, "local_losses(stages=2, recompute=[0], clip_norm=0.5, clip_by=stage)"),
         (3, "local_losses(stages=3, micro_batches=1)"),
         (3, "local_losses(stages=3, micro_batches=5, recompute=[1], clip_norm=0.5, clip_by=stage)"),
         (4, "local_losses(stages=2, micro_batches=2)"),

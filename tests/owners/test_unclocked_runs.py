@@ -318,7 +318,7 @@ def test_rates_go_to_json_and_are_of_as_many_ranks():
 
 def killed(rank, ranks, folder):
     dist.init_process_group("gloo")
-    run, _, _ = began(ranks, 0, report_after=1.0, timeout=6.0)
+    run, _, _ = began(ranks, 0, report_after=1.0, timeout=4.0)
     run.step([own_batch(rank, 0)])
     run.save(folder)
     for step in range(1, 9):

@@ -170,7 +170,7 @@ def test_another_rule_is_not_called_equal(crew, processes, wish):
 
 def verify_against_one_bit(rank, world):
     """The last bit of one weight of the truth is turned."""
-    real = cyclic_verify._truth
+    real = cyclic_verify._truth_of_schedule
 
     def turned(case, is_whole):
         truth = real(case, is_whole)
@@ -178,11 +178,11 @@ def verify_against_one_bit(rank, world):
         weight.flatten()[0] = torch.nextafter(weight.flatten()[0], torch.tensor(torch.inf, dtype=weight.dtype))
         return truth
 
-    cyclic_verify._truth = turned
+    cyclic_verify._truth_of_schedule = turned
     try:
         return verify_job(rank, world, [(VIT, ONE)])[0]
     finally:
-        cyclic_verify._truth = real
+        cyclic_verify._truth_of_schedule = real
 
 
 @pytest.mark.bits

@@ -153,8 +153,9 @@ def train_and_close(rank, world, made, dtype, is_half=False):
 
 KINDS = {"double": (torch.float64, False), "single": (torch.float32, False), "half": (torch.float32, True)}
 TRAINED = [
-    *((*case, kind) for case in [*EVERY, *CLIPPED] for kind in ("double", "single")),
-    *((*case, "half") for case in STALE),  # under autocast
+    *((*case, "double") for case in [*EVERY, *CLIPPED]),
+    *((*case, "single") for case in [*FLUSHED, *CLIPPED]),
+    *((*case, "half") for case in STALE),  # as single, under autocast
     *((*case, "double") for case in SLACKS if case not in EVERY and case[1]["slack"]),
 ]
 

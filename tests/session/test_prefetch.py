@@ -26,13 +26,13 @@ ROWS = {
 }
 
 
-def started(rows, optimizer_name, prefetch, workers, **fields):
+def started(rows, optimizer_name, prefetch, workers, check_order=False, **fields):
     torch.manual_seed(7)
     model = Mixed()
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     choice, per_node = ROWS[rows]
     plan = plan_for(model, workers, choice, Choice("all_reduce"), workers_per_node=per_node, **fields)
-    run = attach(ahead_of(plan, prefetch), model, optimizer, check_order=prefetch == "gradients")  # the richest kind
+    run = attach(ahead_of(plan, prefetch), model, optimizer, check_order=check_order)
     return run, model, optimizer
 
 
@@ -294,7 +294,8 @@ def batches_of(rank, kind):
 
 def train(rank, workers, loop, rows, optimizer, kind, prefetch):
     fields = {"departures": ("lazy",)} if kind == "lazy" else {"mean": "weights"} if kind == "weights" else {}
-    run, model, optimizer = started(rows, optimizer, prefetch, workers, **fields)
+    is_checked = loop is plain_step and prefetch != "none"
+    run, model, optimizer = started(rows, optimizer, prefetch, workers, is_checked, **fields)
     rounds = count_rounds(run)
     for step, batch in enumerate(run.batches(batches_of(rank, kind))):
         if kind == "weights":
