@@ -72,10 +72,6 @@ def started(rank, world, folder, *, steps=4, width=WIDTH, size=8, lengths=(4,), 
     return plans[-1], plans[0], len(calls), said.getvalue(), None if state is None else state["model"]
 
 
-def choices(plan):
-    return [(group.name, group.parameters, str(group.exchange), group.prefetch) for group in plan.groups]
-
-
 @pytest.mark.parametrize("form", ["watched", "given"])
 def test_a_restart_has_the_same_plan_from_its_first_step_and_measures_nothing(crew, tmp_path, form):
     job, where = crew(2), tmp_path / "kept"

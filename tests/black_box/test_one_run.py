@@ -1,7 +1,5 @@
 """One run for every plan: what it is given, told and asked is the same whoever owns the loop."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from plain_loop import apart, differ, state_of, train
@@ -22,7 +20,6 @@ SCHEDULES = {
     "one_f_one_b(micro_batches=2)": 2,
     "accumulation(micro_batches=2)": 1,
 }
-MINE = Path(__file__).parents[2] / "examples" / "my_workload.py"
 
 
 def plan_of(text, dropout=0.3):

@@ -28,7 +28,6 @@ from contracts.journey import (
 STEPS, FEW_STEPS = 30, 16
 OPTIONS = {"horizon": 1.0, "cap": 4, "start": 3}
 KEEP, REPLACE = (Choice("gossip", {**OPTIONS, "mixing": mixing}) for mixing in ("keep", "replace"))
-D_PSGD = Choice("gossip", {"horizon": 0.0})
 
 
 def begun(workers, choice, **asked):

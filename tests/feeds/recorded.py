@@ -1,7 +1,5 @@
 """The truth of an ordered stream: a list of snapshots in the order of ids, and training in plain loops over it."""
 
-import random
-
 import torch
 from solver import snapshot
 
@@ -77,9 +75,3 @@ def trained_together(by_rank, dtype=torch.float64):
         (sum(loss_of(model, batch) for batch in batches) / len(batches)).backward()
         optimizer.step()
     return [one.detach().clone() for one in model.parameters()]
-
-
-def shuffled(items, seed):
-    items = list(items)
-    random.Random(seed).shuffle(items)
-    return items

@@ -94,10 +94,6 @@ def test_outputs_are_made_once_in_evaluation_mode_and_kept_by_sample():
         )
 
 
-def sums_of(batches):
-    return sorted(torch.cat([x for x, _ in batches]).flatten(1).sum(1).tolist())
-
-
 def test_a_part_that_is_saved_on_one_machine_goes_on_on_another(tmp_path):
     parts, loader = cut("perceptron in 3")
     for part in parts:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from local_models import CLASSES, convolutions, images, loss, perceptron, rows
 from torch import nn
 
@@ -32,10 +31,6 @@ class Unpacked(nn.Module):
 
 def scaled(model, batch):
     return torch.amp.GradScaler("cpu").scale(loss(model, batch))
-
-
-def to_one_class(model, batch):
-    return F.mse_loss(model(batch[0]), batch[0][:, :CLASSES])
 
 
 OWN = Own()

@@ -146,7 +146,7 @@ def test_shared_devices_send_the_schedules_messages_only_and_as_large(workers, c
 
 
 def test_the_activations_held_on_one_device_are_the_schedules_at_every_tick():
-    for schedule in [*rings(2), *rings(3), cyclic(4), accumulation(3, 2)]:
+    for schedule in [*rings(2)[::2], *rings(3)[1::2], cyclic(4), accumulation(3, 2)]:
         after = {}
 
         def observe(due, version, held, after=after):
@@ -250,7 +250,7 @@ def weight_bytes(schedule):
 
 def test_the_weight_bytes_on_a_worker_of_a_ring_that_keeps_none_are_the_schedules_count():
     """In every action of the steady state, in which the next step is always handed in."""
-    for schedule in [*rings(1), *rings(2), *rings(3), cyclic(4, 8), cyclic(5, 7, 2)]:
+    for schedule in [cyclic(1), *rings(2)[::2], *rings(3)[::2], cyclic(4, 8), cyclic(5, 7, 2)]:
         for rank, (held, want) in enumerate(weight_bytes(schedule)):
             assert held[3 * len(want) : -len(want)] == want * (STEPS - 4), (rank, str(schedule))
 

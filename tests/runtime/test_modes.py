@@ -23,13 +23,14 @@ from staged_models import EVERY_CLIP, LOOSE, OPTIMIZERS, TIGHT, Careful, Twice, 
 
 BATCH_NORM, HALF = {"norm": nn.BatchNorm1d}, {"autocast": "forward and loss", "dtype": torch.float32}
 PRECISIONS = torch.float32, torch.float64
-RINGS = [schedule for workers in (1, 2, 3, 4) for schedule in rings(workers)]
+SMALL = [schedule for workers in (1, 2, 3) for schedule in rings(workers)]
+RINGS, ZERO_RINGS = [*SMALL, *rings(4)[::2]], [*SMALL, *rings(4)[1::2]]
 PIPELINES = [
     cyclic_pipeline(k, m, slack) for k in (1, 2, 3, 4) for m in (k - 1, k, 2 * k) for slack in (0, 1, m) if m > 0
 ]
 SHARED = [cyclic(n, slack=slack) for n in (1, 2, 3) for slack in sorted({0, 1, n})]
 IN_STEP = [simultaneous(3, 2), simultaneous(4, 4), delayed_all_reduce(3, 2)]
-SCHEDULES = {"one_device": RINGS, "ring": RINGS, "zero_ring": RINGS, "pipeline": PIPELINES, "shared": SHARED}
+SCHEDULES = {"one_device": RINGS, "ring": RINGS, "zero_ring": ZERO_RINGS, "pipeline": PIPELINES, "shared": SHARED}
 OTHERS = {
     "one_device": [*IN_STEP, accumulation(3, 2), gpipe(3, 2), one_f_one_b(3, 4), cyclic_pipeline(3, 4)],
     "ring": IN_STEP,

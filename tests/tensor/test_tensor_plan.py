@@ -27,12 +27,13 @@ def planned(name, world, **options):
     return model, tensor.plan(model, batch(0, 0, samples=8, tokens=8), loss, region=region, **given)
 
 
-def verified(rank, world, name, is_faulty):
+def verified(rank, world, name, ways, is_faulty):
     model, plan = planned(name, world)
     before = [one.clone() for one in model.parameters()]
     found = {}
     with patch.object(linear.RowLinear, "forward", bias_in_every_term if is_faulty else linear.RowLinear.forward):
-        for way, mesh in WORLDS.items():
+        for way in ways:
+            mesh = WORLDS[way]
             batches = [batch(one, 0, samples=8 // mesh.get("data", 1), tokens=8) for one in range(mesh.get("data", 1))]
             verdict = tensor.verify(model, batches, loss, plan.choosing(way, mesh))
             found[way] = verdict.is_equal, verdict.gradients, verdict.sent_bytes, verdict.forecast_bytes
@@ -43,7 +44,7 @@ def verified(rank, world, name, is_faulty):
 
 @pytest.mark.parametrize("name", ["own", "torch's, tokens first"])
 def test_verify_finds_every_way_equal_and_bytes_as_forecast(crew, name):
-    first, *others = crew(8).run(verified, name, False)
+    first, *others = crew(8).run(verified, name, list(WORLDS), False)
     assert all(one == first for one in others)
     for way, (is_equal, gradients, sent, forecast) in first.items():
         assert is_equal and gradients == len(list(made(name)[0].parameters())), way
@@ -70,7 +71,7 @@ def test_a_gradient_that_is_no_number_is_not_equal(crew):
 
 
 def test_verify_finds_a_planted_fault(crew):
-    found = crew(8).run(verified, "own", True)[0]
+    found = crew(8).run(verified, "own", ["columns_rows", "heads"], True)[0]
     assert [way for way, (is_equal, *_) in found.items() if not is_equal] == ["columns_rows"]
 
 
