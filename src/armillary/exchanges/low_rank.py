@@ -158,12 +158,13 @@ class _Way:
         drawn = torch.randn(count, self.rank, generator=generator, dtype=torch.float64).to(found)
         return torch.where(found.any(0), found, drawn)
 
-    def kept(self, layout: Layout, matrices: Sequence[_Matrix], factors: Sequence[Tensor]) -> Tensor:
-        """The next FACTOR; behind the shorter of two that take turns stand zeros."""
+    def kept(self, layout: Layout, matrices: Sequence[_Matrix], factors: Sequence[Tensor], scale: float) -> Tensor:
+        """The next FACTOR, in units of gradients, whatever the loss was scaled by; behind the shorter of two that take
+        turns stand zeros."""
         found = []
         for matrix, factor in zip(matrices, factors, strict=True):
             missing = self.factor_numbers(layout.shapes[matrix.number]) - factor.numel()
-            found.append(torch.nn.functional.pad(factor.reshape(-1), (0, missing)))
+            found.append(torch.nn.functional.pad(factor.reshape(-1) / scale, (0, missing)))
         return torch.cat(found).nan_to_num_(0.0, 0.0, 0.0)  # of sums that overflowed nothing is gone on from
 
     def is_left(self, age: int) -> bool:
@@ -213,7 +214,7 @@ class _Way:
             sent, came = ((known, found) if is_turned else (found, known) for found in (own, summed))
             one.of(lost).addmm_(sent[0], sent[1].T, alpha=-1)
             torch.mm(came[0], came[1].T, out=one.of(result))
-        factor = self.kept(layout, matrices, factors) if matrices else state[FACTOR]
+        factor = self.kept(layout, matrices, factors, parcel.scale) if matrices else state[FACTOR]
         after = {RESIDUAL: kept_back(parcel, lost), FACTOR: factor, AGE: state[AGE] + 1}
         return parcel.answered(result.to(parcel.values.dtype), sums[-1].double()), after
 
@@ -243,7 +244,7 @@ class _Way:
             one.of(result).copy_(known @ factors[-1].T if is_turned else factors[-1] @ known.T)
             for matrix, share, rest in zip(own, shares, lost, strict=True):
                 one.of(rest).copy_(matrix - (known @ share.T if is_turned else share @ known.T))
-        factor = self.kept(layout, matrices, factors) if matrices else states[0][FACTOR]
+        factor = self.kept(layout, matrices, factors, scale) if matrices else states[0][FACTOR]
         after = [
             {
                 RESIDUAL: torch.where(rest.isfinite(), rest, torch.zeros_like(rest)) / scale,
