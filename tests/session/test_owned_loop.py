@@ -261,7 +261,8 @@ def refusals(rank, world, made):
     scaler = torch.amp.GradScaler("cpu")
     refused(lambda: attached(loss=loss, example=batch_of(0, 0), scaler=scaler))
     with attached(loss=loss, example=batch_of(0, 0)) as run:
-        refused(lambda: run.step([batch_of(0, 0)]))
+        refused(lambda: run.step(["no batch"]))
+        refused(lambda: run.step({"inputs": 1, "targets": 2}))
         refused(lambda: run.step([batch_of(rank, 0), batch_of(0, 1)]))
         refused(run.no_sync)
         refused(lambda: run.weigh(1.0))
@@ -274,6 +275,7 @@ def test_what_a_schedule_that_owns_the_loop_cannot_do_is_refused_by_name(crew):
     for said in crew(2).run(refusals, plan_of("pipeline", {}, 2)):
         for text, wanted in zip(said, (
             "needs loss and example", "needs example", "cannot have a GradScaler", "hands in 2 micro-batches a step",
+            "was given a dict; want a list with a batch for each",
             "ranks 0 and 1 hand in the same micro-batches [0, 1]", "run.no_sync", "run.weigh", "run.batches",
         ), strict=True):  # fmt: skip
             assert wanted in text

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.plans.plan import Plan
@@ -89,6 +89,11 @@ class Run:
         Raises:
             ValueError: nobody gave the loss to `attach`, or another number of micro-batches is wanted.
         """
+        if isinstance(micro_batches, Tensor | Mapping):
+            raise ValueError(
+                f"run.step: rank {self.rank} was given a {type(micro_batches).__name__}; want a list with a batch for "
+                "each micro-batch, as in run.step([batch])"
+            )
         self._refuse_shown("step")
         with self._transport.within("step"):
             return self._engine.step(micro_batches)

@@ -155,12 +155,12 @@ class OwnedLoop:
                 optimizer are no longer what the schedule took over. Nothing was begun.
         """
         wanted = self.micro_batches
-        given = self.engine.given(batches)  # what is refused up to here breaks nothing
         if len(batches) != len(wanted):
             raise ValueError(
                 f"run.step: rank {self.rank} hands in {len(wanted)} micro-batches a step (numbers {wanted.start} to "
                 f"{wanted.stop - 1} of {self.options.total(self.workers)}), got {len(batches)}"
             )
+        given = self.engine.given(batches)  # what is refused up to here breaks nothing
         self.taken.refuse_changed()
         if self._taken < COMPARED_STEPS:
             refuse_other_batches(self.transport, wanted, batches)
