@@ -2,9 +2,11 @@
 
 import os
 import threading
+import time
 
 import pytest
 import torch
+from torch import nn
 
 from armillary import residency
 from forked import forkserver
@@ -85,3 +87,65 @@ def test_no_hook_thread_or_descriptor_is_left(tmp_path, is_raised):
     assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
     assert type(optimizer) is torch.optim.Adam and "step" not in vars(optimizer)
     assert os.listdir(tmp_path) == []
+
+
+class Counting(nn.Module):
+    """Its buffer is another tensor after each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes = self.passes + 1
+        return self.inner(x)
+
+
+def test_measuring_leaves_buffers_that_a_forward_replaces():
+    model = nn.Sequential(Counting(), nn.Linear(8, 8))
+    residency.hold(model, [torch.ones(2, 8)], lambda model, x: model(x).sum())
+    assert float(model[0].passes) == 0
+
+
+def test_a_scheduler_made_inside_steps_as_before_once_left(tmp_path):
+    model, batch = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.ones(2, 256)
+    optimizer = adam(model)
+    with residency.hold(model, [batch], lambda model, x: model(x).sum(), tier=tmp_path, optimizer=optimizer):
+        for _ in range(2):
+            model(batch).sum().backward()
+            optimizer.step()
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    stepping = threading.Thread(target=optimizer.step, daemon=True)  # it waited for a tier that is closed
+    stepping.start()
+    stepping.join(20)
+    assert not stepping.is_alive()
+
+
+class Slept(nn.Module):
+    """Runs one stage twice, and takes its time between."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.twice(x)
+        time.sleep(0.1)
+        return self.once(self.twice(x))
+
+
+def test_a_pass_begins_once_though_a_stage_runs_twice():
+    model = Slept()
+    held = residency.hold(model, [torch.ones(2, 8)], lambda model, x: model(x).sum())
+    with held:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    assert held.measured.seconds > 0.1
+
+
+def test_one_budget_keeps_all():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    held = residency.hold(model, [torch.ones(2, 8)], lambda model, x: model(x).sum())
+    (only,) = residency.for_budgets(held.plan, 1)
+    assert only.residencies == ("keep", "keep")

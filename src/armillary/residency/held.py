@@ -151,7 +151,7 @@ def for_budgets(plan: ResidencyPlan, count: int) -> tuple[ResidencyPlan, ...]:
     least = least_bytes(chain, speed, {})
     found: list[Solution] = []
     for place in range(count):
-        budget = most - (most - least) * place // (count - 1)
+        budget = most - (most - least) * place // max(count - 1, 1)
         found.append(search(chain, budget, speed, {}, found))
         found[-1] = replace(found[-1], memory_bytes=budget)
     return tuple(ResidencyPlan(chain, one.residencies, one.slots, one.memory_bytes, speed, one.gap) for one in found)
@@ -193,8 +193,15 @@ class Held:
             warm_up()
         self._tier = None if self._opened is None else self._opened()
         mark_model(self._model, MARK)
+        repeated = {number for number, stage in enumerate(self.plan.chain.stages) if stage.only_keep}
         self._hooks = Hooks(
-            self._stages, self.plan.residencies, self.plan.slots, self._tier, self._waits, self._seconds.append
+            self._stages,
+            self.plan.residencies,
+            self.plan.slots,
+            self._tier,
+            self._waits,
+            self._seconds.append,
+            repeated,
         )
         if self._optimizer is not None and self._tier is not None:
             self._state = AwayState(self._optimizer, tuple(self._stages.values()), self._tier, self._state_waits)

@@ -5,7 +5,7 @@ gradient of its output tells, the reads begin down to `slots` - 1 stages below i
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,16 @@ class _Pass:
     entered: int = -1
     began: float = field(default_factory=time.perf_counter)
     is_timed: bool = False
+    is_backward: bool = False
 
 
 class Hooks:
-    """On from construction until `remove`. ended: told the seconds of each pass, first stage to the end of backward."""
+    """On from construction until `remove`.
+
+    Args of note:
+        ended: told the seconds of each pass, first stage to the end of backward.
+        repeated: stages that a pass may enter again.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,9 @@ class Hooks:
         tier: Tier | None,
         waits: Waits,
         ended: Callable[[float], None],
+        repeated: Collection[int] = (),
     ) -> None:
+        self._repeated = repeated
         self._slots, self._tier, self._waits = slots, tier, waits
         self._ended, self._last = ended, len(stages) - 1
         self._device = next(
@@ -79,9 +87,9 @@ class Hooks:
         self._undo.append(stage.register_forward_hook(leave, always_call=True).remove)
 
     def _enter(self, number: int) -> None:
-        if number <= self._pass.entered:
+        if self._pass.is_backward or (number <= self._pass.entered and number not in self._repeated):
             self._pass = _Pass()
-        self._pass.entered = number
+        self._pass.entered = max(number, self._pass.entered)
 
     def _leave(self, number: int, is_swapped: bool, output: Any) -> None:
         here = self._pass
@@ -101,6 +109,7 @@ class Hooks:
 
     def _read_ahead(self, here: _Pass, number: int) -> None:
         """Backward of a stage begins."""
+        here.is_backward = True
         if number == self._last and not here.is_timed:
             here.is_timed = True
             end: Any = torch.autograd.Variable._execution_engine  # as DDP and FSDP learn that a backward has ended

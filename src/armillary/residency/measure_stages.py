@@ -6,8 +6,8 @@ on it, cut off from the others; what runs outside them runs with their outputs i
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from armillary.models.preserved_state import LiveBytes
+from armillary.models.preserved_state import LiveBytes, untouched
 from armillary.residency.stage_costs import StageCost
 from armillary.residency.swap import SMALL_BYTES, storage_of
 
@@ -59,7 +59,7 @@ def measure_stages(
     """
     modules = dict(model.named_modules())
     stages = {path: modules[path] for path in paths}
-    with _as_it_was(model):
+    with untouched(model), torch.enable_grad():
         seen = _inputs(model, stages, batch, loss)
         uncalled = [path for path in paths if not seen[path].calls]
         if uncalled:
@@ -74,24 +74,6 @@ def measure_stages(
         outside = _outside(model, stages, seen, batch, loss)
         tell(len(stages), len(stages))
     return Measured(tuple(costs), outside)
-
-
-@contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
-    devices = sorted({one.device.index for one in model.parameters() if one.device.type == "cuda"})
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, found in buffers:
-                buffer.copy_(found)
-        for parameter, grad in grads:
-            parameter.grad = grad
 
 
 def _inputs(model: nn.Module, stages: Mapping[str, nn.Module], batch: Any, loss: Loss) -> dict[str, _Seen]:

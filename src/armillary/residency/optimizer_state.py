@@ -115,10 +115,11 @@ class AwayState:
         self._own = _unhooked(self._kind)
         self._states = _States(optimizer.state, tier, waits)
         optimizer.state = self._states
+        self._is_on = True
         away, own = self, self._own
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return away.step(closure) if self is away._optimizer else own(self, closure)
+            return away.step(closure) if self is away._optimizer and away._is_on else own(self, closure)
 
         optimizer.__class__ = type(self._kind.__name__, (self._kind,), {"step": step, "__module__": __name__})
         optimizer._patch_step_function()  # hooks of the step run around it, once
@@ -134,6 +135,7 @@ class AwayState:
         optimizer = self._optimizer
         if self._counted is not None:
             optimizer.step = self._counted  # type: ignore[method-assign]
+        self._is_on = False  # a scheduler that was made meanwhile still calls the step above
         optimizer.__class__ = self._kind
         optimizer.state = defaultdict(dict, self._states.come_back())
 
