@@ -270,3 +270,22 @@ def test_a_batch_may_be_any_nest():
     x, y = rows(0)
     local = local_losses.split(perceptron(), named, {"x": x, "y": y}, at=["3"])
     assert local.loss({"x": x, "y": y}).isfinite()
+
+
+@pytest.mark.parametrize("reach", [1, 2])
+def test_heads_that_share_weights_learn_from_each_loss(reach):
+    """One head for two parts, which is the last part of the model, too."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+    batch = torch.randn(8, 4), torch.arange(8) % 3
+    head = model[2]
+
+    def task(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    local = local_losses.split(model, task, batch, at=["1", "2"], head=[head, head], reach=reach)
+    local.loss(batch).backward()
+    first = model[0](batch[0])
+    second = model[1](first.detach())
+    outputs = [head(first), head(second), head(second.detach())]
+    losses = sum(F.cross_entropy(output, batch[1]) for output in outputs)
+    assert torch.allclose(head.weight.grad, torch.autograd.grad(losses, head.weight)[0], atol=1e-6)

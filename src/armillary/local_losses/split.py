@@ -197,7 +197,7 @@ class LocalLosses(nn.Sequential):
         for part in self._parts:
             output = part(*given)
             loss = part.own_loss(output, batch, self._split.of_output)
-            found |= _gradients([loss], [None], part)
+            _add(found, _gradients([loss], [None], part))
             losses.append(loss.detach())
             given = (mapped(Tensor.detach, output),)
         return _Learnt(_sum(losses), found)
@@ -214,14 +214,14 @@ class LocalLosses(nn.Sequential):
                     down = torch.autograd.grad(loss, below.leaves, retain_graph=True, allow_unused=True)
                 reached = [pair for pair in zip(below.outputs, down, strict=True) if pair[1] is not None]
                 outputs, downs = [one for one, _ in reached], [one for _, one in reached]
-                found |= _gradients([below.loss, *outputs], [None, *downs], below.part)
+                _add(found, _gradients([below.loss, *outputs], [None, *downs], below.part))
             losses.append(loss.detach())
             given = (mapped(_leaf, output),)
             pairs = zip(take_apart(output).leaves, take_apart(given[0]).leaves, strict=True)
             crossing = [(made, leaf) for made, leaf in pairs if isinstance(leaf, Tensor) and leaf.requires_grad]
             below = _Pending(part, loss, [made for made, _ in crossing], [leaf for _, leaf in crossing])
         assert below is not None
-        found |= _gradients([below.loss], [None], below.part)
+        _add(found, _gradients([below.loss], [None], below.part))
         return _Learnt(_sum(losses), found)
 
 
@@ -274,6 +274,13 @@ def _gradients(outputs: Sequence[Tensor], into: Sequence[Tensor | None], part: n
         ends, heads = [one for one, _ in asking], [one for _, one in asking]
         found = torch.autograd.grad(ends, weights, heads, allow_unused=True)
     return dict(zip(weights, found, strict=True))
+
+
+def _add(found: Gradients, more: Gradients) -> None:
+    """Heads may share weights with one another, or with a part; these learn from each loss."""
+    for weight, gradient in more.items():
+        before = found.get(weight)
+        found[weight] = gradient if before is None else before if gradient is None else before + gradient
 
 
 def _leaf(value: Tensor) -> Tensor:
