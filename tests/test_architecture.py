@@ -235,7 +235,7 @@ LAZY = {
     "feeds/server.py": {"armillary.feeds.redis_lists"},
     "cli/entry.py": {"armillary.cli.main"},  # brings typer and rich, an extra
     # A command is imported, and torch with it, when it is called: not to print help or to refuse a name.
-    "cli/signatures.py": {f"armillary.cli.{name}" for name in COMMANDS},
+    "cli/main.py": {f"armillary.cli.{name}" for name in COMMANDS},
 }
 # The face, rooms that are read without torch, what stands on a shelf, the user's workload, and files of the user's own.
 BY_NAME = {
@@ -463,7 +463,7 @@ REACHES_INSIDE = {
         "session.delayed_loop",
         "stages.interpreter",
         "stages.partition",
-        "stages.stage_sums",
+        "stages.reducer",
         "stages.train_spec",
         "transport.transport",
     },
@@ -492,7 +492,7 @@ REACHES_INSIDE = {
         "session.delayed_loop",
         "stages.interpreter",
         "stages.partition",
-        "stages.stage_sums",
+        "stages.reducer",
         "stages.train_spec",
         "transport.transport",
     },

@@ -24,8 +24,7 @@ from armillary.schedules.cyclic import cyclic
 from armillary.session.delayed_loop import OwnLoop
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.partition import Stage
-from armillary.stages.stage_sums import StageReplicas
-from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.stages.train_spec import StageReplicas, TrainSpec, in_a_row
 from armillary.transport.transport import Transport
 
 WARM_STEPS = 3

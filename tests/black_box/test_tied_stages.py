@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import armillary
-from armillary.stages.stage_sums import SharedGradients
+from armillary.stages.reducer import SharedGradients
 
 COUNT, STEPS, WIDTH, WORDS, TIGHT = 3, 4, 6, 11, 0.3
 POINTS = {2: ["blocks.1"], 3: ["blocks.1", "norm"]}  # by ranks, where later stages begin

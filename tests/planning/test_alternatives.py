@@ -6,10 +6,9 @@ import pytest
 
 from armillary.planning.planner import explain, plan
 from armillary.planning.pricing import SGD, Case
-from armillary.planning.quicker_ways import OTHER
+from armillary.planning.quicker_ways import OTHER, with_expected
 from armillary.planning.request import PlanRequest
 from armillary.planning.simulator import simulate
-from armillary.planning.step_time import with_expected
 from armillary.plans import Choice
 from armillary.session import autotune as alternatives_file
 from armillary.session.autotune import AHEAD, CHOSEN, alternatives, at_once, best, by_simulation, with_prefetch

@@ -11,7 +11,7 @@ from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.delayed_all_reduce import delayed_all_reduce
 from armillary.schedules.random_streams import seeded
 from armillary.session.delayed_loop import OwnLoop
-from armillary.stages.stage_sums import StageReplicas
+from armillary.stages.train_spec import StageReplicas
 from armillary.transport.transport import Transport
 from at_a_table import Table, at_a_table
 from staged_models import OPTIMIZERS, WIDTH, data, drop, same, squared_error, stages_of, weights

@@ -17,8 +17,7 @@ from armillary.schedules.simultaneous import simultaneous
 from armillary.stages import optimizer_step as corrected_step
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.optimizer_step import options_of, step_with
-from armillary.stages.reducer import StepMeans
-from armillary.stages.stage_sums import StageSums
+from armillary.stages.reducer import StageSums, StepMeans
 from armillary.stages.weights import StageWeights, UnshardedStage
 from modes import Case, in_threads_of, reference
 from schedule_pictures import parse

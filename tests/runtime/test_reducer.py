@@ -13,8 +13,7 @@ from armillary.schedules.gpipe import gpipe
 from armillary.schedules.lowering import Lowering
 from armillary.stages.interpreter import Interpreter
 from armillary.stages.reducer import Reducer
-from armillary.stages.stage_sums import StageReplicas
-from armillary.stages.train_spec import TrainSpec, side_by_side
+from armillary.stages.train_spec import StageReplicas, TrainSpec, side_by_side
 from at_a_table import at_a_table
 from staged_models import OPTIMIZERS, WIDTH, as_stages, data, drop, same, squared_error, stages_of, weights
 

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from armillary.exchanges import build_dense
-from armillary.models.post_accumulate_hook import on_grad_accumulated
+from armillary.models.gradient_hooks import on_grad_accumulated
 from armillary.plans import Choice
 from armillary.runtime.dense_unit import dense_unit
 from armillary.schedules.cyclic import cyclic
 from armillary.session.attach import attach
 from armillary.session.delayed_loop import OwnLoop
 from armillary.stages.interpreter import Interpreter
-from armillary.stages.stage_sums import StageReplicas
-from armillary.stages.train_spec import TrainSpec, in_a_row
+from armillary.stages.train_spec import StageReplicas, TrainSpec, in_a_row
 from armillary.transport.transport import Transport
 from channels import GlooChannel
 from scenes import OPTIMIZERS, Mixed, batch_of, loss, plan_for

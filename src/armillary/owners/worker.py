@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from armillary.owners.bodies import BodyForm, Parts, packed, size_of, taken
-from armillary.owners.owner import DEAL
-from armillary.owners.shares import GroupOptions, Ownings
+from armillary.owners.owner import DEAL, BodyForm, GroupOptions, Ownings, Parts, packed, size_of, taken
 from armillary.plans.update_log import Event, Kind
 from armillary.prefetch.batches import leaves
 from armillary.prefetch.predictor import LookupPredictor

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from armillary.planning.owner_clock import OwnerCosts, costs_of, round_seconds
 from armillary.planning.pricing import Case
-from armillary.planning.step_time import all_reduce_seconds
+from armillary.planning.quicker_ways import all_reduce_seconds
 from armillary.plans.group import Forecast, Group
 from armillary.plans.plan import Plan
 from armillary.plans.profile import ParameterFact

@@ -44,11 +44,20 @@ from armillary.planning.owner_plan import plan_owned
 from armillary.planning.partition_search import OwnerSearch, SearchedTable, by_forecast, note, searched_tables
 from armillary.planning.prefetch import looking_ahead, prefetching_as_asked, prefetching_by_price
 from armillary.planning.pricing import ADAM, Assumptions, Case
-from armillary.planning.quicker_ways import WORTH, fitting, may_cut, quickest, step_seconds, stepping, with_quickest
+from armillary.planning.quicker_ways import (
+    WORTH,
+    fitting,
+    may_cut,
+    quickest_loop,
+    step_seconds,
+    stepping,
+    with_expected,
+    with_quickest,
+    with_slower_said,
+)
 from armillary.planning.request import NO_CONSTRAINTS, PlanRequest, named, staged_request
 from armillary.planning.stage_costs import EdgeRequest
 from armillary.planning.stage_plan import plan_staged, plan_uncut
-from armillary.planning.step_time import with_expected, with_slower_said
 from armillary.plans.mesh import Mesh
 from armillary.plans.plan import SIMULTANEOUS, Mean, Plan
 from armillary.plans.plan_text import REWRITTEN
@@ -172,7 +181,7 @@ def _made(case: Case, request: PlanRequest, timed: Mapping[str, OwnerSearch]) ->
             raise
         return ways[0].told(case)
     plain = _weighed(with_expected(_prefetched(plain, request, case), case), request, case)
-    way = quickest(case, micro_batches) if may_take and topology.workers > 1 else None
+    way = quickest_loop(case, micro_batches) if may_take and topology.workers > 1 else None
     if way is not None and step_seconds(plain, case) >= WORTH * way.seconds:
         return way.told(case)
     return with_other_way(plain, case, request)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
-from armillary.models.post_accumulate_hook import on_grad_accumulated
+from armillary.models.gradient_hooks import on_grad_accumulated
 from armillary.profiler.access_patterns import LATE, NO_LOOKUPS, Lookups, WatchReads, merged
 from armillary.profiler.probe import UNSEEN, has_unseen_reader, rows_of
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from armillary.models.post_accumulate_hook import after_hooks
+from armillary.models.gradient_hooks import Backward, after_hooks, refuse_taken
 from armillary.plans.requests import Program, summed
-from armillary.runtime.backward_hooks import Backward, refuse_taken
 from armillary.runtime.dense_unit import TWICE, DenseUnit, nonfinite_together, warned_of_a_second_push
 from armillary.runtime.loop_agreement import (
     BACKWARD,

@@ -32,6 +32,8 @@ __all__ = [
     "alike",
     "buffers_of",
     "compare",
+    "differing",
+    "differing_buffers",
     "refuse_drift",
     "warn",
     "write_buffer",
@@ -277,3 +279,17 @@ def refuse_drift(held: Callable[[], ReplicatedState], transport: Transport, serv
     warn(comparison, transport)
     if comparison.error:
         raise RuntimeError(f"rank {transport.place.rank}: {comparison.error}")
+
+
+def differing(units: Sequence[Any]) -> dict[str, nn.Parameter]:
+    """The parameters whose values differ between ranks, by name."""
+    found: dict[str, nn.Parameter] = {}
+    for unit in units:
+        if isinstance(unit, DenseUnit) and not unit.exchange.keeps_replicas_alike:
+            found |= zip(unit.bucket.layout.names, unit.parameters, strict=True)
+    return found
+
+
+def differing_buffers(units: Sequence[Any], model: nn.Module) -> list[BufferPlace]:
+    """The buffers of replicas that differ."""
+    return buffers_of(model) if differing(units) else []

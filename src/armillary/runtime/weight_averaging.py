@@ -24,38 +24,14 @@ from armillary.exchanges.dense import Meeting
 from armillary.plans.parcel import Parcel
 from armillary.plans.requests import AllGather, Program, summed
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.runtime.replica_checks import BufferPlace, buffers_of, write_buffer
+from armillary.runtime.replica_checks import BufferPlace, differing, differing_buffers, write_buffer
 from armillary.transport.in_flight import LaunchQueue, Leaving
 from armillary.transport.transport import Transport
 
-__all__ = [
-    "differing",
-    "differing_buffers",
-    "distances",
-    "kept_by_optimizer",
-    "mean_optimizer",
-    "mean_weights",
-    "meet",
-    "shown",
-    "take_mean",
-]
+__all__ = ["distances", "kept_by_optimizer", "mean_optimizer", "mean_weights", "meet", "shown", "take_mean"]
 
 LABEL = "consensus"
 BLOCK = 1 << 20  # numbers that are gathered at once
-
-
-def differing(units: Sequence[Any]) -> dict[str, nn.Parameter]:
-    """The parameters whose values differ between ranks, by name."""
-    found: dict[str, nn.Parameter] = {}
-    for unit in units:
-        if isinstance(unit, DenseUnit) and not unit.exchange.keeps_replicas_alike:
-            found |= zip(unit.bucket.layout.names, unit.parameters, strict=True)
-    return found
-
-
-def differing_buffers(units: Sequence[Any], model: nn.Module) -> list[BufferPlace]:
-    """The buffers of replicas that differ."""
-    return buffers_of(model) if differing(units) else []
 
 
 def mean_weights(units: Sequence[Any], transport: Transport) -> dict[str, Tensor]:

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from armillary.models.post_accumulate_hook import after_hooks
-from armillary.runtime.backward_hooks import refuse_step_inside, refuse_taken
+from armillary.models.gradient_hooks import after_hooks, refuse_step_inside, refuse_taken
 from armillary.runtime.replica_checks import alike
 from armillary.schedules.clipping import Clip, square_of_stage
 from armillary.session.stage_setup import StageSetup, replicas_of

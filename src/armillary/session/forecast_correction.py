@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from armillary.planning.group_clock import LOOK_UPS
 from armillary.planning.pricing import Case, assumptions_behind
+from armillary.planning.quicker_ways import with_expected
 from armillary.planning.simulator import simulate
-from armillary.planning.step_time import with_expected
 from armillary.plans.plan import Plan
 from armillary.plans.profile import Profile
 from armillary.plans.topology import Link, Topology

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armillary.exchanges.look_up import State
+from armillary.models.gradient_hooks import refuse_step_inside
 from armillary.plans.plan import Plan
 from armillary.plans.units import Table
 from armillary.prefetch.batches import LeftOver
 from armillary.profiler.probe import Loss
-from armillary.runtime.backward_hooks import refuse_step_inside
 from armillary.runtime.dense_unit import DenseUnit
 from armillary.runtime.executor import RowUnit
 from armillary.runtime.loop_agreement import LATE, LastOptions, options_now
-from armillary.runtime.replica_checks import Buffers, ReplicatedState, alike, refuse_drift
-from armillary.runtime.weight_averaging import differing, mean_optimizer, shown, take_mean
+from armillary.runtime.replica_checks import Buffers, ReplicatedState, alike, differing, refuse_drift
+from armillary.runtime.weight_averaging import mean_optimizer, shown, take_mean
 from armillary.session.data_check import FirstBatches, even_batches
 from armillary.session.health import agree_on_found_inf
 from armillary.session.hooks_state import (

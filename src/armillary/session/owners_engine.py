@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from armillary.exchanges.look_up import State
-from armillary.owners.bodies import BodyForm
-from armillary.owners.owner import Owner
-from armillary.owners.shares import OwnedPart, joined_rows, options_of, owned_by_bytes
+from armillary.owners.owner import BodyForm, OwnedPart, Owner, joined_rows, options_of, owned_by_bytes
 from armillary.owners.worker import NotPulled, PulledTable, Worker
 from armillary.plans.plan import Plan
 from armillary.plans.units import Table

@@ -31,8 +31,8 @@ from armillary.planning.demand import PRICE, refuse_with_rule
 from armillary.planning.partition_search import OwnerSearch, SearchedTable
 from armillary.planning.planner import make_plan, notes_on_hosts, tables_to_search, with_other_way
 from armillary.planning.pricing import Case
+from armillary.planning.quicker_ways import with_expected
 from armillary.planning.request import PlanRequest
-from armillary.planning.step_time import with_expected
 from armillary.plans.parcel import RankInfo
 from armillary.plans.plan import Plan, Trainable, model_fingerprint
 from armillary.plans.profile import Profile

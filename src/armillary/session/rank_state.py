@@ -22,8 +22,8 @@ from armillary.checkpoint.saved_state import SavedState
 from armillary.exchanges.dense import Resharding
 from armillary.exchanges.error_feedback import RESIDUAL
 from armillary.runtime.dense_unit import DenseUnit
-from armillary.runtime.replica_checks import write_buffer
-from armillary.runtime.weight_averaging import differing, differing_buffers, kept_by_optimizer
+from armillary.runtime.replica_checks import differing, differing_buffers, write_buffer
+from armillary.runtime.weight_averaging import kept_by_optimizer
 from armillary.session.job import Job
 from armillary.transport.agreement import FirstError
 from armillary.transport.groups import data_place, data_ranks

@@ -31,9 +31,8 @@ from armillary.session.ema import CodedLeaves, coded_leaves
 from armillary.session.job import TrainJob
 from armillary.session.workload import Batch
 from armillary.stages.partition import Stage, ties_of
-from armillary.stages.stage_sums import StageReplicas
 from armillary.stages.stages import TracedInput, Whole, refuse_other_groups, refuse_ties, stages_of, whole_stage
-from armillary.stages.train_spec import StepLosses, TrainSpec
+from armillary.stages.train_spec import StageReplicas, StepLosses, TrainSpec
 from armillary.stages.weights import UnshardedStage
 from armillary.transport.groups import data_place
 from armillary.transport.point_to_point import CountedChannel

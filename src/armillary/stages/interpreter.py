@@ -30,7 +30,7 @@ from armillary.schedules.schedule import Cell
 from armillary.stages.edge_codes import CodedLetter, Crossed
 from armillary.stages.optimizer_step import CorrectedStep, Updates, forget_others, options_of, refuse_gradients
 from armillary.stages.partition import Stage, ties_of
-from armillary.stages.reducer import StepMeans
+from armillary.stages.reducer import StageSums, StepMeans, shared_gradients
 from armillary.stages.stage_pass import (
     OwnLoss,
     Reads,
@@ -41,7 +41,6 @@ from armillary.stages.stage_pass import (
     detached,
     forward_stage,
 )
-from armillary.stages.stage_sums import StageSums, shared_gradients
 from armillary.stages.train_spec import LossBook, NextForwards, StageContext, StepLosses, TrainSpec, side_by_side
 from armillary.stages.weights import LentBytes, StageWeights, UnshardedStage
 from armillary.transport.point_to_point import AS_IT_IS, Mailbox, Writing

@@ -1,6 +1,9 @@
 """What a run under a schedule is to do, the same for every process: schedule, loss, seed, recomputation, clipping.
 
-Where a process sits among those that carry out one schedule: its rank, who runs what, how it reaches the others.
+Where a process sits among those that carry out one schedule: its rank, who runs what, how it reaches the others. Ranks
+that carry out one schedule side by side take micro-batches of their own: data parallelism around a schedule. When a
+stage's gradients of a step are complete here they are everywhere, in the order of the same table; their mean over the
+ranks is a `Reducer`'s.
 
 Which forward of each stage comes next here, by micro-batch: what it will read is kept until then.
 
@@ -8,12 +11,15 @@ The losses of training steps, put together as their micro-batches come in.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from armillary.plans.parcel import RankInfo
+from armillary.plans.requests import Scope
+from armillary.runtime.dense_unit import DenseUnit
 from armillary.schedules.clipping import Clip
 from armillary.schedules.corrections.correction import Correction
 from armillary.schedules.edges import Codes
@@ -21,19 +27,58 @@ from armillary.schedules.instructions import Instruction
 from armillary.schedules.method import Objective
 from armillary.schedules.rank_list import Placement, Ranks, Residency, ScheduledAction
 from armillary.schedules.schedule import Cell, Schedule
-from armillary.stages.stage_sums import StageReplicas, alone
-from armillary.transport.requests import Channel
+from armillary.stages.reducer import Reducer
+from armillary.transport.requests import Channel, Requests
 
 __all__ = [
     "LossBook",
     "NextForwards",
     "Observer",
     "StageContext",
+    "StageReplicas",
     "StepLosses",
     "TrainSpec",
+    "alone",
     "in_a_row",
     "side_by_side",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class StageReplicas:
+    """
+    Args:
+        place: of this rank among them. requests: to the others; None if there are none. scope: that names them.
+        groups: by stage, in the plan's order; each holds parameters of one dtype.
+    """
+
+    place: RankInfo
+    requests: Requests | None = None
+    scope: Scope = "world"
+    groups: Mapping[int, Sequence[DenseUnit]] = field(default_factory=dict)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients cross: to others, or what an exchange kept of earlier ones arrives here."""
+        units = (unit for those in self.groups.values() for unit in those)
+        return self.place.workers > 1 or any(unit.exchange.is_guarded for unit in units)
+
+    def reducer(self, stage: int, is_late: bool) -> Reducer:
+        """Of the stage's gradients.
+
+        Args:
+            is_late: whether a step's mean is wanted only when the next step's gradients are there.
+        """
+        assert self.requests is not None
+        units = self.groups.get(stage, ())
+        for unit in units if is_late else ():
+            unit.double()
+        return Reducer(units, self.place, self.requests, self.scope)
+
+
+def alone() -> StageReplicas:
+    """One rank."""
+    return StageReplicas(RankInfo(0, 1))
 
 
 @dataclass(frozen=True, eq=False)

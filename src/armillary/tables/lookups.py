@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from armillary.exchanges.exchange import Pulled
 from armillary.exchanges.look_up import FIELDS, FLAGS, STEP, LookupRequest, LookupRound, State, look_up
-from armillary.models.post_accumulate_hook import on_grad_accumulated
+from armillary.models.gradient_hooks import on_grad_accumulated
 from armillary.plans.requests import gathered, summed
 from armillary.tables.optimizer_state import Held
 from armillary.tables.table import LookUp, RowTable
