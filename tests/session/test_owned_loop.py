@@ -362,7 +362,15 @@ def go_on(rank, workers, made, refused):
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("refused", [with_a_short_batch, with_a_gradient])
+def with_a_forward_of_its_own(run, model, whole):
+    with pytest.raises(
+        RuntimeError, match=r"the model was called on rank \d, but under schedule gpipe \w+\.weight is on"
+    ):
+        loss(model, whole[0]).backward()
+    assert run.evaluate(whole, lambda model, batch: {"loss": float(loss(model, batch))})["loss"] > 0
+
+
+@pytest.mark.parametrize("refused", [with_a_short_batch, with_a_gradient, with_a_forward_of_its_own])
 def test_what_is_refused_before_a_step_has_begun_breaks_nothing(crew, refused):
     asked = Choice("gpipe", {"micro_batches": 2, "points": ["second"]})
     made = face.plan_for(traced_model(), loss, [batch_of(0, 0), batch_of(0, 1)], 2, schedule=str(asked))

@@ -82,6 +82,7 @@ class OwnedLoop:
         self.owners = [self.options.where.owner(stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:
+            self.hooks.callback(self.model.register_forward_pre_hook(self._refuse_own_forward).remove)
             for handle in refuse_state(self.optimizer, self._refuse_state):
                 self.hooks.callback(handle.remove)
         who = f"rank {self.rank}: under schedule {self.plan.schedule.name}"
@@ -188,6 +189,18 @@ class OwnedLoop:
             raise
         finally:
             self._is_at_work = False
+
+    def _refuse_own_forward(self, *_: Any) -> None:
+        """
+        Raises:
+            RuntimeError: a loop of the user's own calls a model of which this process holds some stages alone.
+        """
+        here = self.model.named_parameters(remove_duplicate=False)
+        if away := next((name for name, one in here if tuple(one.shape) != self.shapes[name]), ""):
+            raise RuntimeError(
+                f"the model was called on rank {self.rank}, but under schedule {self.plan.schedule.name} {away} is on "
+                "another rank: train by run.step(micro_batches), and look at the model by run.evaluate"
+            )
 
     def _refuse_own_step(self, *_: Any) -> None:
         """
