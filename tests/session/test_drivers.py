@@ -12,6 +12,7 @@ from armillary.planning.planner import plan
 from armillary.plans import Choice, Link, Topology
 from armillary.profiler.profiler import profile
 from armillary.schedules import SCHEDULES
+from armillary.session import schedule_engine
 from armillary.session.drivers import DRIVERS, Driver, driver_of
 
 BATCH = torch.ones(2, 3)
@@ -81,3 +82,19 @@ def test_what_a_driver_of_ones_own_begins_is_verified_as_what_it_is():
 def test_a_driver_that_nobody_registered_is_told_of():
     with shelf(), pytest.raises(ValueError, match="no driver 'my_driver'; there are owned_loop"):
         driver_of(replace(made(), schedule=Choice("mine", {"micro_batches": 1})))
+
+
+def test_a_schedule_that_is_refused_late_leaves_the_optimizer_as_it_was(monkeypatch):
+    def refused(parts):
+        raise ValueError("refused late")
+
+    monkeypatch.setattr(schedule_engine, "InterpretedEngine", refused)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with shelf(my_driver=DRIVERS["owned_loop"]), pytest.raises(ValueError, match="refused late"):
+        armillary.attach(made(), model, optimizer, loss=loss, example=BATCH)
+    before = model[0].weight.detach().clone()
+    loss(model, BATCH).backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+    optimizer.load_state_dict(optimizer.state_dict())

@@ -223,7 +223,8 @@ class Executor:
             self._settle(with_tables=not is_inner)
 
     def _launch_ready(self) -> None:
-        if torch._C._current_graph_task_id() == self.task:  # what is still awaited, only the outer backward knows
+        is_outer = torch._C._current_graph_task_id() == self.task  # what is still awaited, only that one knows
+        if is_outer and self.queue.is_next(self._is_ready):
             with self.transport.within("backward"):
                 self.queue.launch(self._leave, self._is_ready)
 

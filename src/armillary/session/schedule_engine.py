@@ -91,8 +91,9 @@ class OwnedLoop:
     def _driven(self) -> Engine:
         """By the list of instructions; without a loss by the loop of the user's own."""
         if self.job.loss is not None:
+            engine = InterpretedEngine(self.parts)  # first: it may refuse, and nothing may hang on the optimizer then
             self.hooks.callback(self.optimizer.register_step_pre_hook(self._refuse_own_step).remove)
-            return InterpretedEngine(self.parts)
+            return engine
         self.first.look_at(self.model)
         self.hooks.callback(self.first.look_away)
         return OwnLoopEngine(self.parts, lambda: self.taken.refuse_changed(), self._looped)

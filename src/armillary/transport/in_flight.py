@@ -94,13 +94,18 @@ class LaunchQueue:
 
     def launch(self, leave: Callable[[Any], Leaving], is_ready: Callable[[Any], bool] = lambda unit: True) -> None:
         """Those that are next and ready."""
-        while len(self.flights) < len(self.units) and is_ready(unit := self.units[len(self.flights)]):
+        while self.is_next(is_ready):
+            unit = self.units[len(self.flights)]
             program, requests = leave(unit)
             flight = InFlight(program, unit.name, requests - 1)
             flight.begin(self.requests)
             for earlier in self.flights:
                 earlier.advance(self.requests)
             self.flights.append(flight)
+
+    def is_next(self, is_ready: Callable[[Any], bool]) -> bool:
+        """Whether there is a next one, and it is ready."""
+        return len(self.flights) < len(self.units) and is_ready(self.units[len(self.flights)])
 
     def land(self) -> list[Any]:
         """Waits for all of them; what each returned."""
