@@ -270,6 +270,29 @@ def test_an_option_that_one_rank_changed_is_told_at_the_next_exchange(crew, name
         assert "rank 0: " in told[4] and "rank 1: " in told[4]
 
 
+def frozen(rank, world, plan, ranks):
+    """From step 3 on these ranks train their last layer no more."""
+    run, told = begun(plan, "momentum"), []
+
+    def freezes(model, _, step):
+        list(model.parameters())[-1].requires_grad_(step < 3 or rank not in ranks)
+
+    for step in range(6):
+        told.append(said_by(lambda step=step: trained_at(run, rank, step, freezes))[0])
+        if told[-1] != "nothing":
+            run._give_up(RuntimeError("done"))
+            return told
+    return [*told, said_by(run.close)[0]]
+
+
+def test_a_parameter_that_one_rank_froze_is_told_at_the_next_exchange(crew):
+    for rank, told in enumerate(crew(2).run(frozen, mean_plan(), (1,))):
+        assert told[:4] == ["nothing"] * 4 and len(told) == 5, told
+        assert told[4].startswith(f"rank {rank}: in step 4 "), told
+        assert "bias in group 0 of SGD (rank 0: True, rank 1: False)" in told[4] and "requires_grad of" in told[4]
+    assert crew(2).run(frozen, mean_plan(), (0, 1)) == [["nothing"] * 7] * 2
+
+
 def test_an_option_that_differs_by_rounding_is_no_fault(crew):
     assert crew(2).run(rated, mean_plan(), {"lr": 0.1 * (1 + 1e-9)}) == [["nothing"] * 7] * 2
 

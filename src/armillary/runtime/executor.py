@@ -88,7 +88,7 @@ class Executor:
     is_exhausted: bool = False  # this rank's data have run out: what it computes counts for nothing
     has_unsynced_grads: bool = False  # gradients that count wait for an exchange
     with_data: int = 0  # the first rank whose data have not run out
-    options: LastOptions = field(default_factory=lambda: LastOptions(()))  # with which optimizers stepped last
+    options: LastOptions = field(default_factory=lambda: LastOptions({}))  # with which optimizers stepped last
     doing: int = BACKWARD
     late: list[int] = field(default_factory=list)  # ranks that took part in the last exchange in their step only
     state_wait: Callable[[], RankStates] | None = None  # the wait for what every rank says of itself
@@ -325,7 +325,7 @@ class Executor:
         if unlike := unlike_options(dict(enumerate(everyones))):
             raise RuntimeError(
                 f"rank {self.transport.place.rank}: in step {self.transport.step} ranks stepped with different "
-                f"options: {unlike}, so their parameters are no longer alike; set options alike on every rank (let "
+                f"options: {unlike}, so they no longer train alike; set options alike on every rank (let "
                 "schedulers see the same numbers everywhere), and begin again from a checkpoint"
             )
 

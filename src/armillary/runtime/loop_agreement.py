@@ -84,19 +84,26 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(eq=False)
 class LastOptions:
-    """Those with which each optimizer stepped last. It keeps no optimizer: a model's tables may outlive theirs.
+    """Those with which each optimizer stepped last, and what of its parameters was frozen. It keeps no optimizer: a
+    model's tables may outlive theirs.
 
-    alike: parameters that all ranks hold alike.
+    alike: parameters that all ranks hold alike, with their names.
     """
 
-    alike: Container[Tensor]
+    alike: Mapping[Tensor, str]
     _read: WeakKeyDictionary[Optimizer, list[Option]] = field(default_factory=WeakKeyDictionary)
+    _trains: WeakKeyDictionary[Optimizer, list[dict[str, bool]]] = field(default_factory=WeakKeyDictionary)
     _numbers: WeakKeyDictionary[Optimizer, int] = field(default_factory=WeakKeyDictionary)
 
     def read(self, optimizer: Optimizer) -> None:
         """It is about to step."""
         self._read[optimizer] = found = options_now(optimizer, self.alike)
-        self._numbers[optimizer] = zlib.crc32(repr([_rounded(one.value) for one in found]).encode())
+        self._trains[optimizer] = trains = [
+            {self.alike[one]: one.requires_grad for one in group["params"] if one in self.alike}
+            for group in optimizer.param_groups
+        ]
+        said = [*(_rounded(one.value) for one in found), *([*one.values()] for one in trains)]
+        self._numbers[optimizer] = zlib.crc32(repr(said).encode())
 
     @property
     def number(self) -> int:
@@ -105,7 +112,13 @@ class LastOptions:
 
     @property
     def options(self) -> list[Option]:
-        return [one for found in self._read.values() for one in found]
+        trains = [
+            Option(type(optimizer).__name__, number, f"requires_grad of {name}", flag)
+            for optimizer, groups in self._trains.items()
+            for number, group in enumerate(groups)
+            for name, flag in group.items()
+        ]
+        return [*(one for found in self._read.values() for one in found), *trains]
 
 
 def _rounded(value: Any) -> Any:

@@ -89,8 +89,8 @@ class UserLoop:
         self.transport.recording = True
         self.tables: dict[str, RowTable] = {table.name: table for table in executor.tables}
         self.known = {parameter for unit in executor.units for parameter in unit.parameters}
-        left_apart = differing(executor.units).values()
-        executor.options = LastOptions(self.known - {*left_apart})
+        alike = self.known - {*differing(executor.units).values()}
+        executor.options = LastOptions({one: name for name, one in job.model.named_parameters() if one in alike})
         lazy = {name for one in plan.groups if one.is_lazy for name in one.parameters}
         self._window_options = WindowOptions(self.rank, job.optimizer, lazy)
         self._stepping = {table.name: holder(job.optimizer, table.parameter) for table in executor.tables}
