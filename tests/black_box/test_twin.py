@@ -156,7 +156,8 @@ def test_a_twin_takes_the_same_steps_as_the_workers_of_a_job_would():
 def test_a_script_is_left_as_it_was():
     model, optimizer, batches = script()
     before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
-    armillary.twin(model, optimizer, batches, square, topology=FOUR, constraints={"*": "one_bit"}, steps=2, seeds=1)
+    loader = torch.utils.data.DataLoader(batches, batch_size=None, shuffle=True)  # draws from torch's stream
+    armillary.twin(model, optimizer, loader, square, topology=FOUR, constraints={"*": "one_bit"}, steps=2, seeds=1)
     assert torch.equal(torch.get_rng_state(), state) and not optimizer.state
     assert all(torch.equal(mine, was) for mine, was in zip(model.parameters(), before))
     assert all(p.grad is None for p in model.parameters()) and model.training

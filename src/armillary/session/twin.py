@@ -34,6 +34,7 @@ from armillary.reference import lockstep
 from armillary.reference.replicas import Replicas
 from armillary.schedules.registry import options_of
 from armillary.session.ema import coded_leaves, edges_at_eval, evaluating
+from armillary.session.parallelize import unmoved
 from armillary.session.stage_setup import cut_model
 from armillary.session.truth import ScheduleTruth, SeededBatch, seeded_loss
 from armillary.session.twin_page import Twin, knots
@@ -265,7 +266,8 @@ def twin(
     asked = AskedTraining(topology, steps, seeds, request)
     asked.refuse()
     wanted = steps * asked.batches
-    drawn = list(islice(batches, wanted + HELD_OUT))
+    with unmoved(batches):
+        drawn = list(islice(batches, wanted + HELD_OUT))
     if len(drawn) < wanted + HELD_OUT:
         raise ValueError(
             f"twin: batches gave {len(drawn)}; {steps} steps of {asked.batches} batches, and {HELD_OUT} held out, take "
@@ -280,7 +282,7 @@ def twin(
     first = script(0)
     if complaint := handed_in(model, optimizer):
         raise ValueError(f"twin: {complaint}")
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with unmoved():
         both = planned(first, asked)
         losses = [trained(script(seed), both, asked, seed, drawn[wanted:], told) for seed in range(seeds)]
     return both.twin(f"{Script.name}: {asked.words()}", asked, losses)
