@@ -56,6 +56,12 @@ class Recurrent(nn.Module):
         return self.out(self.rnn(self.words(x))[0])
 
 
+class Projected(Recurrent):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 8, batch_first=True, proj_size=3), nn.Linear(3, 3)
+
+
 class Blocks(nn.Module):
     """Two blocks of an encoder."""
 
@@ -94,6 +100,7 @@ SCENES = {
     "one layer": lambda: reasons(OneLayer(), squared, VECTORS),
     "a spare module": lambda: reasons(Spare(), classified, VECTORS),
     "words": lambda: reasons(Recurrent(), squared, [(torch.randint(0, 9, (4, 5)),)] * 2),
+    "a projected state": lambda: reasons(Projected().double(), squared, [(torch.randint(0, 9, (4, 20)),)] * 2),
     "unlike lengths": lambda: reasons(Blocks(), squared, batches_of((4, 6, 8), (4, 5, 8))),
     "unlike samples": lambda: reasons(Blocks(), squared, [(torch.randn(4, 6, 8), torch.randn(3))] * 2),
     "one head, one token": lambda: reasons(Blocks(1), squared, batches_of((4, 1, 8), (4, 1, 8))),
@@ -127,6 +134,7 @@ PROVOKED = [
     ("a spare module", "PNN", "local_losses: at=2 parts of an nn.Sequential with 3 modules"),
     ("words", "RePurpose", "a batch begins with no numbers (float32 or float64)"),
     ("words", "parallel equations", "rnn takes 5 steps, too few to gain"),
+    ("a projected state", "parallel equations", "rnn projects its state (proj_size)"),
     ("unlike lengths", "Colossal-AI", "batches cannot be joined along the samples: their tensors differ in shape"),
     ("unlike lengths", "1F1B pipeline", "batches differ in shape, and stages want micro-batches of one shape"),
     ("unlike lengths", "activation compression", "no pipeline cuts this model"),

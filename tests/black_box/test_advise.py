@@ -18,6 +18,7 @@ import armillary
 from armillary import repurpose
 from armillary.cli.main import app
 from armillary.plans import seconds_text
+from armillary.solvers.advice import _cell_of
 from forked import command
 
 # The published systems that the library holds, by the name of their row.
@@ -184,6 +185,33 @@ def test_a_recurrence_module_is_timed_if_asked():
     assert row.advice.latency_seconds is not None and "32 steps: " in row.advice.reason
     assert page.rows[0].advice.latency_seconds is not None  # sorted by it
     assert "a trained model's forward" in str(page) and "EventGraD" not in str(page)
+
+
+def test_a_recurrence_module_that_is_quicker_than_the_solver_saves_nothing(monkeypatch):
+    """A loop over cells in Python takes longer than torch's own module, which is what the forward runs."""
+    seconds = iter([3.0, 2.0, 1e-9])  # of the loop, the solver, the module
+    monkeypatch.setattr("armillary.solvers.advice.seconds_of", lambda call: next(seconds))
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(4, 4)
+
+        def forward(self, x):
+            return self.rnn(x.expand(32, *x.shape))[0]
+
+    page = advised(Module(), target="latency", measure=True)
+    (row,) = [row for row in page.rows if row.method == "parallel equations"]
+    assert row.advice.latency_seconds == page.forward_seconds
+
+
+@pytest.mark.parametrize("module", [nn.RNN(3, 4, nonlinearity="relu"), nn.RNN(3, 4), nn.GRU(3, 4), nn.LSTM(3, 4)])
+def test_a_recurrence_is_tried_by_its_own_cell(module):
+    cell, width, size = _cell_of(module)
+    xs, state = torch.randn(5, width), torch.zeros(size)
+    for x, expected in zip(xs, module(xs)[0], strict=True):
+        state = cell(x, state)
+        assert torch.allclose(state[:4], expected, atol=1e-6)
 
 
 def test_blocks_are_cut_over_a_mesh_at_the_price_of_the_rooms_own_plan():
