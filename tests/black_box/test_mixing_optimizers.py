@@ -137,7 +137,7 @@ RUNS = [
     *((kind, {}) for kind in (
         "LayerProjected", "Clipped", "Factored", "Adafactor", "Picky", "Around", "Together", "Listing", "OwnDict",
     )),
-    *((kind, {"*": "gather_rows"}) for kind in ("ChannelProjected", "Clipped", "Factored", "Adafactor", "RowWise")),
+    *((kind, {"*": "gather_rows"}) for kind in ("ChannelProjected", "Adafactor", "RowWise")),
     *((kind, {"*": "row_sharded"}) for kind in ("Picky", "Lion")),
 ]  # fmt: skip
 

@@ -60,6 +60,12 @@ def put(between, places):
     return places if between else places[:1]
 
 
+def ways(schedule, clips):
+    """Each clip with each place to settle or to drain, or none; of many workers every third, so that all are there."""
+    every = list(product(clips, [("", 0), *product("sd", range(3))]))
+    return every[:: 1 if schedule.workers < 4 else 3]
+
+
 def in_time(schedule, clip, shares=False):
     try:
         placed(schedule, SharedPlacement(schedule) if shares else range(schedule.workers)).refuse_late_norm(clip)
@@ -72,13 +78,12 @@ def in_time(schedule, clip, shares=False):
     "schedule", [*PIPELINES, *RINGS], ids=lambda s: f"{s.name}{s.stages}-{s.micro_batches}-{s.stale_share:.1f}"
 )
 def test_nothing_hangs_or_reads_what_is_not_there_wherever_it_is_settled_or_drained(schedule):
-    for clip, between in product(CLIPS, ("", "s", "d")):
-        for place in put(between, range(3)):
-            calls = "t" * (place + 1) + between + "t" * (3 - place) + "s"
-            if in_time(schedule, clip):
-                made, where = lists(schedule, calls, clip), setting(schedule, calls, clip)
-                assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
-                assert flaw(lists(schedule, calls, clip, one_queue=False), where, "gloo") == ""
+    for clip, (between, place) in ways(schedule, CLIPS):
+        calls = "t" * (place + 1) + between + "t" * (3 - place) + "s"
+        if in_time(schedule, clip):
+            made, where = lists(schedule, calls, clip), setting(schedule, calls, clip)
+            assert [flaw(made, where, rule) for rule in RULES] == ["", ""]
+            assert flaw(lists(schedule, calls, clip, one_queue=False), where, "gloo") == ""
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
@@ -114,8 +119,7 @@ def test_weights_that_are_lent_are_there_when_they_are_read_and_gone_after_a_dra
 def test_stages_by_turns_neither_hang_nor_read_what_is_not_there(schedule):
     """Ranks change from step to step, so it is played for more steps than it takes them to come round."""
     clips = [None if clip is None else clip.over(schedule.stages) for clip in CLIPS]
-    ways = list(product(clips, [("", 0), *product("sd", range(3))]))
-    for clip, (between, place) in ways[:: 1 if schedule.stages < 4 else 3]:  # 3 and 7 go by turns: each way, each clip
+    for clip, (between, place) in ways(schedule, clips):
         if in_time(schedule, clip, shares=True):
             calls = "t" * (place + 1) + between + "t" * (5 - place) + "st"
             own, where = {"shares": True, "buffered": range(schedule.stages)}, setting(schedule, calls, clip)
