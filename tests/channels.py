@@ -29,15 +29,21 @@ class GlooChannel:
 
 @dataclass(eq=False)
 class _Posted:
-    """A message that one thread has posted. wait: fails loudly where a real job would hang."""
+    """A message that one thread has posted. wait: fails loudly where a real job would hang.
+
+    over: it has moved, or nobody is left who could move it.
+    """
 
     message: Message
-    timeout_seconds: float
-    moved: threading.Event = field(default_factory=threading.Event)
+    board: "Board"
+    over: threading.Event = field(default_factory=threading.Event)
+    is_lost: bool = False
 
     def wait(self) -> None:
         kind = "received" if isinstance(self.message, Send) else "sent"
-        assert self.moved.wait(self.timeout_seconds), f"{self.message.what}, {self.message.at}: never {kind}"
+        self.board.begin_wait(self)
+        is_over = self.over.wait(self.board.timeout_seconds)
+        assert is_over and not self.is_lost, f"{self.message.what}, {self.message.at}: never {kind}"
 
 
 class Board:
@@ -45,23 +51,48 @@ class Board:
 
     By gloo's rule the n-th send of a direction and route meets its n-th receive. By NCCL's, a thread works off its
     sends and receives with one peer in one queue: a message moves only when it heads the queues of both.
+
+    Args:
+        playing: threads that post. When all that are left wait, none of them waits longer: a hang takes no time.
     """
 
-    def __init__(self, rule: str = "gloo", timeout_seconds: float = 20.0) -> None:
-        self.rule, self.timeout_seconds = rule, timeout_seconds
+    def __init__(self, rule: str = "gloo", timeout_seconds: float = 20.0, playing: int = 0) -> None:
+        self.rule, self.timeout_seconds, self.playing = rule, timeout_seconds, playing
+        self.waited = set[_Posted]()
         self.queues: dict[Hashable, deque[_Posted]] = defaultdict(deque)
         self.lock = threading.Lock()
 
     def post(self, rank: int, message: Message) -> _Posted:
-        posted = _Posted(message, self.timeout_seconds)
+        posted = _Posted(message, self)
         is_send = isinstance(message, Send)
         with self.lock:
             mine = self.queues[self._row(rank, message.peer, is_send, message.route)]
             theirs = self.queues[self._row(message.peer, rank, not is_send, message.route)]
             mine.append(posted)
             while mine and theirs and isinstance(mine[0].message, Send) != isinstance(theirs[0].message, Send):
-                _move(mine.popleft(), theirs.popleft())
+                pair = mine.popleft(), theirs.popleft()
+                _move(*pair)
+                self.waited.difference_update(pair)
         return posted
+
+    def begin_wait(self, posted: _Posted) -> None:
+        with self.lock:
+            if not posted.over.is_set():
+                self.waited.add(posted)
+                self._end_if_stuck()
+
+    def leave(self) -> None:
+        """A thread posts no more."""
+        with self.lock:
+            self.playing -= 1
+            self._end_if_stuck()
+
+    def _end_if_stuck(self) -> None:
+        if len(self.waited) == self.playing:
+            for one in self.waited:
+                one.is_lost = True
+                one.over.set()
+            self.waited.clear()
 
     def _row(self, rank: int, peer: int, is_send: bool, route: str) -> Hashable:
         return (rank, peer) if self.rule == "nccl" else (rank, peer, is_send, route)
@@ -73,8 +104,8 @@ def _move(one: _Posted, other: _Posted) -> None:
     assert (sent.what, sent.at) == (room.what, room.at), f"{sent.what}, {sent.at} meets {room.what}, {room.at}"
     assert sent.tensor.shape == room.into.shape and sent.tensor.dtype == room.into.dtype
     room.into.detach().copy_(sent.tensor)
-    one.moved.set()
-    other.moved.set()
+    one.over.set()
+    other.over.set()
 
 
 class ThreadChannel:
@@ -93,5 +124,5 @@ class ThreadChannel:
 
 def in_threads(count: int, job: Callable[[int, ThreadChannel], Any], rule: str = "gloo") -> list[Any]:
     """Runs job(rank, channel) in as many threads; their answers in rank order. The first error is raised."""
-    board = Board(rule)
-    return side_by_side(count, lambda rank: job(rank, ThreadChannel(board, rank)))
+    board = Board(rule, playing=count)
+    return side_by_side(count, lambda rank: job(rank, ThreadChannel(board, rank)), board.leave)

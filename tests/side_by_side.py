@@ -14,8 +14,8 @@ from typing import Any
 __all__ = ["side_by_side"]
 
 
-def side_by_side(count: int, job: Callable[[int], Any]) -> list[Any]:
-    """Runs job(rank) in as many threads; their answers in rank order. The first error is raised."""
+def side_by_side(count: int, job: Callable[[int], Any], after: Callable[[], None] = lambda: None) -> list[Any]:
+    """Runs job(rank), then after(), in as many threads; their answers in rank order. The first error is raised."""
     answers, errors = [None] * count, list[BaseException]()
 
     def run(rank: int) -> None:
@@ -23,6 +23,8 @@ def side_by_side(count: int, job: Callable[[int], Any]) -> list[Any]:
             answers[rank] = job(rank)
         except BaseException as error:
             errors.append(error)
+        finally:
+            after()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     with _without_collections():

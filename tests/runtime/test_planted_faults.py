@@ -232,7 +232,6 @@ def test_without_a_fault_the_comparison_is_passed(run):
 def test_a_planted_fault_is_caught(run, owner, name, fault, monkeypatch):
     truth = truth_of_run(run)
     monkeypatch.setattr(owner, name, fault)
-    monkeypatch.setattr(modes, "WAIT_SECONDS", 1.0)  # a fault may end in waiting for ever
     try:
         got = is_true(*RUNS[run], truth)
     except (RuntimeError, AssertionError, LookupError, ValueError, queue.Empty):
