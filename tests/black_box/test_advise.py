@@ -226,6 +226,25 @@ def test_blocks_are_cut_over_a_mesh_at_the_price_of_the_rooms_own_plan():
     assert f"{advice.forecast.memory_bytes / 1e6:.1f}" in str(advice.source)
 
 
+def test_replicas_of_a_cut_model_are_averaged_in_the_script():
+    fast = armillary.Link(1e-7, 1e12)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    batches = [torch.randn(4, 16, 4) for _ in range(4)]
+    page = armillary.advise(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        batches,
+        lambda model, x: model(x).square().mean(),
+        topology=armillary.Topology(4, 1, fast, fast, 1 << 40),
+        measure=True,
+    )
+    (row,) = [row for row in page.rows if row.method == "Colossal-AI"]
+    wanted = "fully_shard(" if "FSDP2" in row.advice.reason else "DDP("
+    assert "'data': 2" not in row.advice.python or wanted in row.advice.python
+    assert "'data': 2" in row.advice.python
+
+
 def test_activations_are_given_back_at_the_price_of_the_rooms_own_plan():
     model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)) for _ in range(4)])
     optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.1), [(torch.randn(512, 4),)] * 2

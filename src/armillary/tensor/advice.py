@@ -52,7 +52,7 @@ def _advice(situation: Situation) -> Advice:
         True,
         taken.name,
         Forecast(taken.sent_bytes, taken.held_bytes, taken.seconds),
-        python=_script(situation, region, taken.way, mesh),
+        python=_script(situation, region, taken.way, mesh, fsdp=taken.fsdp),
         source=made,
         combinations=_with_tables(situation, region, made.prices),
     )
@@ -107,10 +107,16 @@ def _joined(batches: list[Any]) -> Any:
         return None
 
 
-def _script(situation: Situation, region: str, way: str, mesh: dict[str, int]) -> str:
+def _script(situation: Situation, region: str, way: str, mesh: dict[str, int], fsdp: bool = False) -> str:
+    """With the mean over replicas where there are several."""
+    averaged = ["from torch.nn.parallel import DistributedDataParallel as DDP"]
+    averaged += ["part.model = DDP(part.model, process_group=part.data_group)"]
+    if fsdp:
+        averaged = ["from torch.distributed.fsdp import fully_shard", "fully_shard(part.model, mesh=part.mesh['data'])"]
     return situation.script(
         "from armillary import tensor  # under torchrun",
         *_cut(region, way, mesh),
+        *(averaged if mesh.get("data", 1) > 1 else []),
         "optimizer = torch.optim.AdamW(part.model.parameters())",
         "loss(part.model, batches[part.data_rank]).backward(), optimizer.step()",
     )
