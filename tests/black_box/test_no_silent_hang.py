@@ -14,6 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import armillary
 import face
+from armillary.transport.watchdog import RankStatus, timeout_advice
 from forked import Job
 
 TABLE = "words.weight"
@@ -275,6 +276,13 @@ def test_a_gradient_norm_of_a_spread_table_on_rank_0_alone_is_named_at_once_on_b
     for lines, error in said("norm"):
         assert "ranks [0] ask for a norm, sum or other value of a whole table while the others run a backward" in error
         assert "let every rank ask, not one alone" in error and not lines
+
+
+def test_ranks_that_close_after_different_numbers_of_steps_are_told_so():
+    """As under a ring, whose last steps end in close."""
+    here, there = RankStatus("close", step=8), RankStatus("close", step=9)
+    assert timeout_advice(here, [there]) == "Ranks have taken different numbers of steps (8 to 9): take as many on each"
+    assert timeout_advice(here, [here]) == ""
 
 
 def test_uneven_dense_batches_are_told_of_run_batches():

@@ -258,6 +258,8 @@ def timeout_advice(mine: RankStatus, peers: Sequence[RankStatus]) -> str:
     if len(calls) > 1:
         said = [f"every rank must call run.{call}, not one alone" for call in calls if call in _COLLECTIVE]
         said += [_NORM] * ("gradient norm" in calls) + [_UNEVEN] * ("close" in calls)
+    elif "close" in calls and len(steps := {mine.step, *(peer.step for peer in here)}) > 1:
+        said.append(f"ranks have taken different numbers of steps ({min(steps)} to {max(steps)}): take as many on each")
     said += [_ABSENT] * any(peer.end == ABSENT for peer in peers)
     said += [_SILENT] * any(peer.end == SILENT for peer in peers)
     if any(not peer.call for peer in here):
