@@ -334,7 +334,7 @@ def test_what_would_go_wrong_silently_is_refused():
 
 def test_detached_it_is_the_users_own_loop_again():
     net, optimizer, seat, run = alone()
-    run.detach()
+    run.hooks.close()
     plain = make(dropout=0.0)
     own = OPTIMIZERS["momentum"](plain.parameters())
     inputs, target = data(1, 1)[0][0]

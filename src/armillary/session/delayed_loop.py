@@ -20,7 +20,7 @@ the learning rate is that of the gradient's step.
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -51,7 +51,8 @@ def _nothing() -> None:
 
 
 class OwnLoop:
-    """Attached from construction to `detach`. All workers take the same number of steps and settle and drain together.
+    """Attached until its `hooks` are closed; what is under way then is lost. All workers take the same number of steps
+    and settle and drain together.
 
     Args:
         reducer: of all parameters that are trained.
@@ -84,16 +85,14 @@ class OwnLoop:
         self._given: list[dict[str, Any]] = []  # the groups that the optimizer steps with
         self._now: list[dict[str, Any]] = []  # the user's groups while an older step's options are in them
         self._refuse_strangers(lambda parameter: parameter.requires_grad)
-        self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self._step_ends()),
-        ]
+        self.hooks = ExitStack()
+        self.hooks.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
+        self.hooks.callback(optimizer.register_step_post_hook(lambda *_: self._step_ends()).remove)
         self._names = [name for unit in reducer.units for name in unit.bucket.layout.names]
-        self._undo = [
-            after_hooks(one, self, partial(OwnLoop._arrived, number=number), self._names[number])
-            for number, one in enumerate(self._parameters)
-            if one.requires_grad
-        ]
+        for number, one in enumerate(self._parameters):
+            if one.requires_grad:
+                arrived = partial(OwnLoop._arrived, number=number)
+                self.hooks.callback(after_hooks(one, self, arrived, self._names[number]))
 
     def settle(self) -> None:
         """Waits until what is under way has arrived; training goes on unchanged."""
@@ -127,13 +126,6 @@ class OwnLoop:
                     parameter.copy_(weight)
             self._optimizer.state.clear()
             self._optimizer.state.update(state)
-
-    def detach(self) -> None:
-        """Takes the hooks off; what is under way is lost unless drained before."""
-        for hook in self._hooks:
-            hook.remove()
-        for undo in self._undo:
-            undo()
 
     def _apply_last(self) -> None:
         """Steps with the gradients that have arrived last, which stay as they are."""
@@ -259,7 +251,7 @@ class OwnLoopEngine:
         self.units = [unit for units in replicas.groups.values() for unit in units]
         reducer = replicas.reducer(0, is_late=True)
         self.runtime = OwnLoop(reducer, parts.job.optimizer, change, after_step, within, before_step)
-        self.newest, self.detach = self.runtime.newest, self.runtime.detach
+        self.newest, self.hooks = self.runtime.newest, self.runtime.hooks
 
     def given(self, batches: Sequence[Batch]) -> NoReturn:
         raise ValueError(

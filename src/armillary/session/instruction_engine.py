@@ -7,7 +7,7 @@ everywhere, and nobody waits.
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class InterpretedEngine:
     def __init__(self, parts: StageSetup) -> None:
         schedule, place = parts.spec.schedule, parts.transport.place
         self.parts, self.teller, self._own, self._lent = parts, None, None, None
-        self._steps = 0  # handed in
+        self._steps, self.hooks = 0, ExitStack()  # handed in; that refuse reads of weights which are lent
         replicas = replicas_of(parts)
         if replicas.reduces and ties_of(parts.stages):
             raise ValueError(
@@ -136,6 +136,7 @@ class InterpretedEngine:
             self._own = OwnStages(parts.stages, here, parts.transport)
         if self.runtime.is_lent:  # also where this rank owns all: it is the one that the others wait for
             self._lent = LentStages(parts.job.model, parts.stages, self.runtime.borrowed, parts.transport.spread)
+            self.hooks.push(self._lent.hooks)
 
     @property
     def lent_bytes(self) -> float:
@@ -177,11 +178,6 @@ class InterpretedEngine:
     @property
     def _numbers(self) -> range:
         return range(len(self.parts.stages))
-
-    def detach(self) -> None:
-        """Takes the hooks off that refuse reads of weights which are lent."""
-        if self._lent is not None:
-            self._lent.detach()
 
 
 def _is_alike(unit: DenseUnit) -> bool:

@@ -78,7 +78,7 @@ class OwnedLoop:
         self.first_step = self.transport.step  # of this part of the training
         self.parts = set_up_stages(self.plan, self.job, self.transport, self.first_step)
         self.coded, self.engine = self.parts.coded, self._driven()
-        self.hooks.callback(self.engine.detach)
+        self.hooks.push(self.engine.hooks)
         self.owners = [self.options.where.owner(stage.index) for stage in self.parts.stages]
         self._told = self._telling()
         if self.options.method.is_cut:

@@ -6,7 +6,7 @@ out of turn. Ranks that hold the same stages exchange what the plan says.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,8 +101,9 @@ class Engine(Protocol):
     def newest(self) -> AbstractContextManager[None]:
         """When everything is settled. Inside, the whole model holds the newest weights."""
 
-    def detach(self) -> None:
-        """Takes its hooks off; asks nobody."""
+    @property
+    def hooks(self) -> ExitStack:
+        """Closed, it takes them off; asks nobody."""
 
     @property
     def teller(self) -> int | None:
@@ -277,7 +278,7 @@ class OwnStages:
 
 
 class LentStages:
-    """From construction to `detach` a module that reads weights which are not here is refused.
+    """Until its `hooks` are closed a module that reads weights which are not here is refused.
 
     Args:
         stages: of the whole model, cut. borrowed: those of them that others own.
@@ -294,7 +295,10 @@ class LentStages:
         self._stages, self._borrowed, self._spread = stages, borrowed, spread
         self._is_whole = False
         self._owner = {id(p): j for j, one in borrowed.items() for p in one.flat.parameters}
-        self._hooks = [hook for path, module in model.named_modules() for hook in self._watched(path, module)]
+        self.hooks = ExitStack()
+        for path, module in model.named_modules():
+            for hook in self._watched(path, module):
+                self.hooks.callback(hook.remove)
 
     def _watched(self, path: str, module: nn.Module) -> Iterator[Any]:
         if any(id(p) in self._owner for p in module.parameters(recurse=False)):
@@ -334,7 +338,3 @@ class LentStages:
             self._is_whole = False
             for borrowed in self._borrowed.values():
                 borrowed.blank()
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
