@@ -174,7 +174,7 @@ def test_replicas_of_stages_are_joined_as_the_oracle_says_and_resume_bit_for_bit
 
 def with_fault(rank, world, plans, folder, fault):
     """fault: "moves in a sick step", "forgets", "own place"."""
-    landed, push = DenseUnit._commit, DenseUnit.push
+    landed, leave = DenseUnit._commit, DenseUnit.leave
 
     def always(self, moved):
         self.state = moved[1]
@@ -182,15 +182,15 @@ def with_fault(rank, world, plans, folder, fault):
     def never(self, moved):
         pass
 
-    def by_rank(self, parcel, place):
-        return push(self, parcel, type(place)(0, place.workers))
+    def by_rank(self, place, *scales):
+        return leave(self, type(place)(0, place.workers), *scales)
 
     DenseUnit._commit = {"moves in a sick step": always, "forgets": never}.get(fault, landed)
-    DenseUnit.push = by_rank if fault == "own place" else push
+    DenseUnit.leave = by_rank if fault == "own place" else leave
     try:
         return trained(rank, world, plans, folder)
     finally:
-        DenseUnit._commit, DenseUnit.push = landed, push
+        DenseUnit._commit, DenseUnit.leave = landed, leave
 
 
 @pytest.mark.parametrize("fault", ["moves in a sick step", "forgets", "own place"])
